@@ -26,10 +26,10 @@ import argparse
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -42,15 +42,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.cli.loading import AUSTEN, Tokenizer, load_model, load_tokenizer
 from torch_specops.drafts.eagle3_head import Eagle3Config, Eagle3Head
-from torch_specops.hf.mtp import LAYOUTS, PARTS, MtpLayer
+from torch_specops.hf.mtp import QWEN, Found, MtpLayer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTH = 4
 # Later drafts are only verified if those before were accepted.
 DECAY = 0.85
-ROW = 512
-ROWS_PER_BATCH = 32
-TOKENS_PER_STEP = 2048
+ROW, ROWS_PER_BATCH, TOKENS_PER_STEP = 512, 32, 2048
 # A row that does not begin at temperature 1 has this much from one that does.
 BEGINNING = 64
 WARMUP, DIVERGENCE_UNTIL = 0.03, 0.3
@@ -68,34 +66,27 @@ class ChainAttention:
     """
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys, self.values = [], []
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        group = queries.shape[1] // keys.shape[1]
+        group, count = queries.shape[1] // keys.shape[1], queries.shape[2]
         self.keys.append(keys.repeat_interleave(group, 1))
         self.values.append(values.repeat_interleave(group, 1))
         if len(self.keys) == 1:
             return F.scaled_dot_product_attention(queries, self.keys[0], self.values[0], is_causal=True)
-        count = queries.shape[2]
         later = torch.ones(count, count, dtype=torch.bool).triu(1)
         scores = (queries @ self.keys[0].transpose(2, 3)).masked_fill(later, -torch.inf)
         own = torch.stack([(queries * drafted).sum(-1) for drafted in self.keys[1:]], -1)
         weights = (torch.cat([scores, own], -1) / math.sqrt(queries.shape[-1])).softmax(-1)
-        mixed = weights[..., :count] @ self.values[0]
-        for depth, drafted in enumerate(self.values[1:]):
-            mixed = mixed + weights[..., count + depth, None] * drafted
-        return mixed
+        of_text, *of_drafts = weights.split([count] + [1] * (len(self.keys) - 1), -1)
+        drafted = zip(of_drafts, self.values[1:], strict=True)
+        return of_text @ self.values[0] + sum(weight * values for weight, values in drafted)
 
 
-def attend_in_chains(
-    module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, mask: None, *, chains: ChainAttention, **_: Any
-) -> tuple[Tensor, None]:
-    """`ChainAttention` as transformers calls it."""
-    return chains(queries, keys, values).transpose(1, 2), None
-
-
-AttentionInterface.register("chains", attend_in_chains)
+# As transformers calls it, with queries, keys, values and a mask.
+AttentionInterface.register(
+    "chains", lambda layer, *heads, chains, **others: (chains(*heads[:3]).transpose(1, 2), None)
+)
 
 
 class Mtp(nn.Module):
@@ -112,18 +103,16 @@ class Mtp(nn.Module):
         self.shared = [decoder.rotary_emb, model.get_output_embeddings().weight.detach().float()]
         begin(self.layer, self.layer.eh_proj, self.layer.norm, model)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: ChainAttention) -> Tensor:
         """As `Eagle3Head.read`, but it stands at the position of token i + 1."""
-        layer, places = self.layer, positions + 1
-        read = layer.fuse(embedded, hidden)
+        read, places = self.layer.fuse(embedded, hidden), positions + 1
         named = {"position_ids": places, "position_embeddings": self.shared[0](read, places)}
-        return layer.norm(layer.block(read, attention_mask=None, **named, chains=attention))
+        return self.layer.norm(self.layer.block(read, attention_mask=None, **named, chains=attention))
 
     def feedback(self, output: Tensor) -> Tensor:
         return output
+
+    fuse = feedback
 
     def logits(self, output: Tensor) -> Tensor:
         return F.linear(output, self.shared[1])
@@ -131,13 +120,11 @@ class Mtp(nn.Module):
 
 def begin(head: nn.Module, fc: nn.Linear, norm: nn.Module, model: PreTrainedModel) -> None:
     """The weights that a head begins with."""
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
-        width = fc.weight.shape[0]
-        fc.weight[:, -width:] += torch.eye(width)
-        norm.weight.copy_(model.get_decoder().norm.weight)
+    for name, parameter in head.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02 if "o_proj" not in name and "down_proj" not in name else 0.002)
+    fc.weight.data[:, -len(fc.weight) :] += torch.eye(len(fc.weight))
+    norm.weight.data.copy_(model.get_decoder().norm.weight)
 
 
 def chain_logits(head: Eagle3Head | Mtp, features: Tensor, embedded: Tensor, depth: int) -> Iterator[Tensor]:
@@ -152,14 +139,9 @@ def chain_logits(head: Eagle3Head | Mtp, features: Tensor, embedded: Tensor, dep
 
 
 class Read(NamedTuple):
-    """What training needs of the target, of rows [B, N] of text and a head with Vd tokens.
-
-    Attributes:
-        features: [B, N, F * H].
-        embedded: [B, N, H], the embedding of each token.
-        log_p: [B, N, Vd], log-probabilities of the head's tokens after each token.
-        best: [B, N] int64, the likeliest token as one of the head's, -1 = the head does not have it.
-    """
+    """What training needs of the target, read once for all steps and kept in 16 bits: of rows [B, N] of text and a head
+    with Vd tokens the features [B, N, F * H], the embedding of each token [B, N, H], log-probabilities of the head's
+    tokens after each [B, N, Vd], and the likeliest token [B, N] as one of the head's, -1 = it does not have it."""
 
     features: Tensor
     embedded: Tensor
@@ -167,69 +149,53 @@ class Read(NamedTuple):
     best: Tensor
 
 
-class Target:
-    """The target of a head, which keeps in 16 bits what it has read, because every row is read many times.
-
-    Args:
-        layers: whose inputs are the features; the number of layers stands for the output of the last norm.
-        tokens: [Vd], the head's, in ascending order.
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], tokens: Tensor) -> None:
-        self.model, self.layers, self.tokens = model, layers, tokens
-        no_token = torch.full((model.config.get_text_config().vocab_size,), -1)
-        self.draft_of_target = no_token.scatter(0, tokens, torch.arange(len(tokens)))
-        self._kept: dict[bytes, tuple[Tensor, Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def read(self, rows: Tensor) -> Read:
-        found = [self._read_row(row) for row in rows]
-        features, log_p, best = (torch.stack(part) for part in zip(*found, strict=True))
-        return Read(features.float(), self.model.get_input_embeddings()(rows).float(), log_p.float(), best)
-
-    def _read_row(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        key = row.numpy().tobytes()
-        if key not in self._kept:
-            output = self.model(row.unsqueeze(0), output_hidden_states=True, use_cache=False)
-            features = torch.cat([output.hidden_states[layer][0] for layer in self.layers], -1)
-            log_p = output.logits[0].float().log_softmax(-1)
-            best = self.draft_of_target[log_p.argmax(-1)]
-            self._kept[key] = features.half(), log_p[:, self.tokens].half(), best
-        return self._kept[key]
+@torch.no_grad()
+def read_text(model: PreTrainedModel, layers: Sequence[int], draft_of_target: Tensor, rows: Iterable[Tensor]) -> Read:
+    """Read rows [N]. The features are the inputs of these layers; the number of layers stands for the output of the
+    last norm. `draft_of_target` [V] has the head's number of each token, in ascending order, -1 = none."""
+    found = []
+    for row in rows:
+        output = model(row.unsqueeze(0), output_hidden_states=True, use_cache=False)
+        features = torch.cat([output.hidden_states[layer][0] for layer in layers], -1)
+        log_p = output.logits[0].float().log_softmax(-1)
+        best = draft_of_target[log_p.argmax(-1)]
+        embedded = model.get_input_embeddings()(row)
+        found.append((features.half(), embedded.half(), log_p[:, draft_of_target >= 0].half(), best))
+    return Read(*map(torch.stack, zip(*found, strict=True)))
 
 
-def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum_x min(p(x), q(x)) of [.., V] log-probabilities."""
-    return torch.minimum(log_p, log_q).exp().sum(-1)
+def drafted(head: Eagle3Head | Mtp, read: Read, window: int) -> Iterator[tuple[Tensor, ...]]:
+    """For each depth the acceptance rate sum_x min(p(x), q(x)) [B, N], log p [B, N, Vd], log q and the target's
+    likeliest token [B, N]. Rows are cut into windows, because the target reads whole rows; the last chain of a window
+    ends inside of it."""
+    features, embedded, log_p, best = (
+        part.unfold(1, window, window - DEPTH).flatten(0, 1).movedim(-1, 1) for part in read
+    )
+    count = window - DEPTH
+    for depth, logits in enumerate(chain_logits(head, features[:, :count].float(), embedded.float(), DEPTH)):
+        after = slice(depth + 1, depth + 1 + count)
+        own, log_q = log_p[:, after].float(), logits.float().log_softmax(-1)
+        yield torch.minimum(own, log_q).exp().sum(-1), own, log_q, best[:, after]
 
 
 def losses(head: Eagle3Head | Mtp, read: Read, window: int, divergence: float) -> Tensor:
     """The loss at each depth [DEPTH]; `divergence` is the share of the Kullback-Leibler divergence."""
-    # The target reads whole rows. The last chain of a window has to end inside of it.
-    features, embedded, log_p = (
-        part.unfold(1, window, window - DEPTH).flatten(0, 1).transpose(1, 2) for part in read[:3]
-    )
-    count = window - DEPTH
     found = []
-    for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        log_q, own = logits.float().log_softmax(-1), log_p[:, depth + 1 : depth + 1 + count]
-        loss = (1.0 - divergence) * -acceptance(own, log_q).clamp(min=1e-6).log()
+    for accepted, log_p, log_q, _ in drafted(head, read, window):
+        loss = (1.0 - divergence) * -accepted.clamp(min=1e-6).log()
         if divergence > 0:
-            loss = loss + divergence * (own.exp() * (own - log_q)).sum(-1)
+            loss = loss + divergence * (log_p.exp() * (log_p - log_q)).sum(-1)
         found.append(loss.mean())
     return torch.stack(found)
 
 
 @torch.inference_mode()
-def measure(head: Eagle3Head | Mtp, target: Target, rows: Tensor) -> dict[str, list[float]]:
+def measure(head: Eagle3Head | Mtp, read: Read) -> dict[str, list[float]]:
     """The acceptance rate of each draft, given that those before it were right."""
-    count = rows.shape[1] - DEPTH
-    features, embedded, log_p, best = target.read(rows)
     rates: dict[str, list[float]] = {"temperature 1": [], "greedy": []}
-    for depth, logits in enumerate(chain_logits(head, features[:, :count], embedded, DEPTH)):
-        after = slice(depth + 1, depth + 1 + count)
-        rates["temperature 1"].append(round(acceptance(log_p[:, after], logits.log_softmax(-1)).mean().item(), 4))
-        rates["greedy"].append(round((best[:, after] == logits.argmax(-1)).float().mean().item(), 4))
+    for accepted, _, log_q, best in drafted(head, read, read.best.shape[1]):
+        rates["temperature 1"].append(round(accepted.mean().item(), 4))
+        rates["greedy"].append(round((best == log_q.argmax(-1)).float().mean().item(), 4))
     return rates
 
 
@@ -239,26 +205,20 @@ def held_out(tokenizer: Tokenizer, path: Path) -> Tensor:
     return tokens[: WINDOWS_MEASURED * ROW].view(WINDOWS_MEASURED, ROW)
 
 
-def eagle3_head(target: Target) -> Eagle3Head:
+def eagle3_head(model: PreTrainedModel, layers: Sequence[int], draft_of_target: Tensor) -> Eagle3Head:
     """A head as wide as the target. It begins with the target's last norm and output matrix, and with the feature of
     the last of the layers."""
-    model, config = target.model, target.model.config.get_text_config()
+    config, has = model.config.get_text_config(), draft_of_target >= 0
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "head_dim")
-    own = Eagle3Config(
-        **{name: getattr(config, name) for name in same},
-        draft_vocab_size=len(target.tokens),
-        num_heads=config.num_attention_heads,
-        target_hidden_size=config.hidden_size,
-        feature_layers=target.layers,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
-        # Hidden states may be a hundred times as large as what the layer adds to them.
-        fc_norm=True,
-    )
-    head = Eagle3Head(own, has_embedding=False)
-    head.draft_of_target = target.draft_of_target
+    sizes = {name: getattr(config, name) for name in same}
+    sizes |= {"num_heads": config.num_attention_heads, "target_hidden_size": config.hidden_size}
+    sizes |= {"draft_vocab_size": int(has.sum()), "feature_layers": tuple(layers)}
+    sizes |= {"norm_eps": config.rms_norm_eps, "rope_theta": config.rope_parameters["rope_theta"]}
+    # Hidden states may be a hundred times as large as what the layer adds to them.
+    head = Eagle3Head(Eagle3Config(**sizes, fc_norm=True), has_embedding=False)
+    head.draft_of_target = draft_of_target
     begin(head, head.fc, head.norm, model)
-    head.lm_head.weight.data.copy_(model.get_output_embeddings().weight[target.tokens])
+    head.lm_head.weight.data.copy_(model.get_output_embeddings().weight[has])
     return head
 
 
@@ -271,110 +231,75 @@ def write_text(
     for seed in progress.track(range(max(num_tokens // (ROWS_PER_BATCH * length), 2)), description="text"):
         prompts, temperatures = prompt.expand(ROWS_PER_BATCH, -1), torch.ones(ROWS_PER_BATCH)
         if seed % 2 == 1:
-            prompts, temperatures = beginnings(rows[-1], turn), 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
+            # The first tokens of the rows before, which the turn ends, or a piece from anywhere in them.
+            starts = torch.randint(1 if turn is not None else length - BEGINNING, (ROWS_PER_BATCH, 1))
+            pieces = rows[-1].gather(1, starts + torch.arange(BEGINNING))
+            prompts = pieces if turn is None else torch.cat([pieces, turn.expand(ROWS_PER_BATCH, -1)], 1)
+            temperatures = 0.5 * (torch.arange(ROWS_PER_BATCH) % 2)
         how = {"max_new_tokens": length - prompts.shape[1], "seed": seed, "eos_token_id": ()}
         rows.append(decoder.generate(prompts, sampling=SamplingParams(temperature=temperatures), **how).sequences)
     return torch.cat(rows)
 
 
-def beginnings(rows: Tensor, turn: Tensor | None) -> Tensor:
-    """[B, n] from rows [B, N]: their first tokens and the turn, or a piece from anywhere in them."""
-    if turn is not None:
-        return torch.cat([rows[:, :BEGINNING], turn.expand(len(rows), -1)], 1)
-    starts = torch.randint(rows.shape[1] - BEGINNING, (len(rows), 1))
-    return rows.gather(1, starts + torch.arange(BEGINNING))
-
-
-def train(head: Eagle3Head | Mtp, target: Target, rows: Tensor, steps: int, progress: Progress) -> Eagle3Head | Mtp:
+def train(head: Eagle3Head | Mtp, read: Read, steps: int, progress: Progress) -> Eagle3Head | Mtp:
     """The mean of the last weights."""
     named = list(head.named_parameters())
     matrices = [p for name, p in named if p.dim() > 1 and "lm_head" not in name]
     others = [p for name, p in named if p.dim() == 1 or "lm_head" in name]
     adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers: dict[float, torch.optim.Optimizer] = {MUON_RATE: Muon(matrices, MUON_RATE), ADAMW_RATE: adamw}
-    length, mean = rows.shape[1], copy.deepcopy(head)
+    (num_rows, length), mean = read.best.shape, copy.deepcopy(head)
     weights = DECAY ** torch.arange(DEPTH)
-    order: Iterator[Tensor] = iter(())
+    size = max(TOKENS_PER_STEP // length, 1)
+    batches = (batch for _ in range(steps) for batch in torch.randperm(num_rows).split(size))
     task = progress.add_task("training", total=steps)
-    for step in range(steps):
+    for step, batch in zip(range(steps), batches, strict=False):
         share = step / steps
-        batch = next(order, None)
-        if batch is None:
-            order = iter(torch.randperm(len(rows)).split(max(TOKENS_PER_STEP // length, 1)))
-            batch = next(order)
         scale = min(1.0, (share + 1e-4) / WARMUP) * max(0.02, 0.5 * (1 + math.cos(math.pi * share)))
         for rate, optimizer in optimizers.items():
             optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.zero_grad()
         window = WINDOW if share < WHOLE_ROWS_FROM else length
-        found = losses(head, target.read(rows[batch]), window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
+        of_batch = Read(*(part[batch] for part in read))
+        found = losses(head, of_batch, window, max(0.0, 1.0 - share / DIVERGENCE_UNTIL))
         (found * weights / weights.sum()).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in optimizers.values():
             optimizer.step()
-        with torch.no_grad():
-            for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
-                averaged.lerp_(parameter, max(0.005, 1 / (step + 1)))
+        for averaged, parameter in zip(mean.parameters(), head.parameters(), strict=True):
+            averaged.data.lerp_(parameter.data, max(0.005, 1 / (step + 1)))
         progress.update(task, advance=1, description=f"training, loss {found[0].item():.3f}")
     return mean
 
 
 def save(head: Eagle3Head | Mtp, folder: Path) -> None:
-    """Write model.safetensors and config.json of an EAGLE-3 head, or mtp.safetensors, which belongs into the folder of
-    the target. The weights are stored, and then used, in float16. Embeddings are the target's."""
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(parameter.half())
+    """Write model.safetensors and config.json of an EAGLE-3 head, as SpecForge does, or mtp.safetensors in the names of
+    Qwen3-Next, which belongs into the folder of the target. The weights are stored, and then used, in float16.
+    Embeddings are the target's."""
+    for parameter in head.parameters():
+        parameter.data.copy_(parameter.half())
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(head, Eagle3Head):
-        (folder / "config.json").write_text(json.dumps(eagle3_config(head.config), indent=2) + "\n")
-        path, weights = folder / "model.safetensors", eagle3_weights(head)
+    if isinstance(head, Mtp):
+        path, own = folder / "mtp.safetensors", Found(QWEN, [QWEN.root])
+        weights = {own.names(f"layers.0.{name}", w, {})[0]: w.half() for name, w in head.layer.state_dict().items()}
     else:
-        path, weights = folder / "mtp.safetensors", mtp_weights(head)
-    save_file(weights, path)
+        path, config = folder / "model.safetensors", head.config
+        same = ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size")
+        content = {name: getattr(config, name) for name in (*same, "draft_vocab_size", "fc_norm")}
+        content |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+        content |= {"num_attention_heads": config.num_heads, "hidden_act": "silu", "rms_norm_eps": config.norm_eps}
+        content |= {"tie_word_embeddings": False, "torch_dtype": "float16"}
+        # Here layers are counted by their outputs.
+        layers = [layer - 1 for layer in config.feature_layers or ()]
+        content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        weights = {name: tensor.half() for name, tensor in head.state_dict().items()}
+        if config.draft_vocab_size < config.vocab_size:
+            weights["t2d"] = head.draft_of_target >= 0
+            weights["d2t"] = weights["t2d"].nonzero()[:, 0] - torch.arange(config.draft_vocab_size)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
     # safetensors writes a file that only its owner can read, and a package would be built with that mode.
     path.chmod(0o644)
-
-
-def eagle3_config(config: Eagle3Config) -> dict[str, Any]:
-    """As SpecForge writes it."""
-    assert config.feature_layers is not None
-    same = ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rope_theta", "vocab_size")
-    # Here layers are counted by their outputs.
-    layers = [layer - 1 for layer in config.feature_layers]
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        **{name: getattr(config, name) for name in (*same, "draft_vocab_size", "fc_norm")},
-        "num_attention_heads": config.num_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
-    }
-
-
-def eagle3_weights(head: Eagle3Head) -> dict[str, Tensor]:
-    """As SpecForge names them."""
-    weights = {name: tensor.half().contiguous() for name, tensor in head.state_dict().items()}
-    if head.config.draft_vocab_size < head.config.vocab_size:
-        tokens = (head.draft_of_target >= 0).nonzero()[:, 0]
-        weights["d2t"] = tokens - torch.arange(len(tokens))
-        weights["t2d"] = head.draft_of_target >= 0
-    return weights
-
-
-def mtp_weights(head: Mtp) -> dict[str, Tensor]:
-    """As Qwen3-Next's checkpoints name them."""
-    layout = next(each for each in LAYOUTS if each.root == "mtp.")
-    weights = {}
-    for name, tensor in head.layer.state_dict().items():
-        part, rest = name.split(".", 1)
-        published = layout.root + layout.parts[PARTS.index(part)] + rest
-        weights[published.format(k=0)] = tensor.half().contiguous()
-    return weights
 
 
 def main(argv: list[str] | None = None) -> Tensor:
@@ -395,8 +320,8 @@ def main(argv: list[str] | None = None) -> Tensor:
     args = parser.parse_args(argv)
     if args.kind == "mtp" and (args.layers or args.draft_vocab):
         parser.error("--layers, --draft-vocab: only EAGLE-3 heads have them")
-    own = {"eagle3": ("eagle3", "metrics.json"), "mtp": ("target", "mtp_metrics.json")}
-    folder, metrics_name = own[args.kind]
+    is_eagle = args.kind == "eagle3"
+    folder, metrics_name = ("eagle3", "metrics.json") if is_eagle else ("target", "mtp_metrics.json")
     args.out = args.out or ROOT / "torch_specops/data/austen_bytes" / folder
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -406,12 +331,15 @@ def main(argv: list[str] | None = None) -> Tensor:
     prompt, turn = (text and tokenizer(text, return_tensors="pt")["input_ids"] for text in (args.prompt, args.turn))
     with Progress() as progress:
         rows = write_text(model, prompt, turn, args.tokens, args.row, progress)
-        common = rows.flatten().bincount(minlength=vocab_size).topk(args.draft_vocab or vocab_size).indices
-        layers = tuple(args.layers or (2, count // 2, count - 3)) if args.kind == "eagle3" else (count,)
-        target = Target(model, layers, common.sort().values)
-        new = eagle3_head(target) if args.kind == "eagle3" else Mtp(model)
-        head = train(new, target, rows, args.steps, progress)
+        counts = rows.flatten().bincount(minlength=vocab_size)
+        common = counts.topk(args.draft_vocab or vocab_size).indices.sort().values
+        draft_of_target = torch.full((vocab_size,), -1).scatter(0, common, torch.arange(len(common)))
+        layers = (args.layers or (2, count // 2, count - 3)) if is_eagle else (count,)
+        new = eagle3_head(model, layers, draft_of_target) if is_eagle else Mtp(model)
+        read = read_text(model, layers, draft_of_target, progress.track(rows, description="reading"))
+        head = train(new, read, args.steps, progress)
     save(head, args.out)
+    text = read_text(model, layers, draft_of_target, held_out(tokenizer, args.text))
     metrics = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
@@ -419,7 +347,7 @@ def main(argv: list[str] | None = None) -> Tensor:
         "text_tokens": rows.numel(),
         "steps": args.steps,
         "held_out_windows": WINDOWS_MEASURED,
-        **measure(head, target, held_out(tokenizer, args.text)),
+        **measure(head, text),
     }
     (args.out / metrics_name).write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))

@@ -7,7 +7,7 @@ imports transformers, `analysis`, `beam`, `inductor`, `laws`, `reference` and `v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -43,28 +43,14 @@ __all__ = [
 ]
 
 
-def _language_model(model: Any) -> drafts.LanguageModel:
-    from .hf import language_model
-
-    return language_model(model)
-
-
-def _mtp_head(*arguments: Any) -> Any:
-    from .hf.mtp import read_mtp_head
-
-    return read_mtp_head(*arguments)
-
-
-def _stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> Callable[..., list[bool]]:
-    from .hf import stop_string_rule
-
-    return stop_string_rule(tokenizer, stop_strings)
+def _of_hf(module: str, name: str) -> Callable[..., Any]:
+    return lambda *arguments: getattr(import_module(module, __name__), name)(*arguments)
 
 
 # Lower layers call these for objects of transformers, and `hf` is imported only then.
-drafts.base.language_model = _language_model
-drafts.mtp.read_head = _mtp_head
-decode.inputs.stop_string_rule = _stop_string_rule
+drafts.base.language_model = _of_hf(".hf", "language_model")
+drafts.mtp.read_head = _of_hf(".hf.mtp", "read_mtp_head")
+decode.inputs.stop_string_rule = _of_hf(".hf", "stop_string_rule")
 
 _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", "vocab_parallel")
 

@@ -82,15 +82,15 @@ def test_a_head_is_trained_and_stored(kind: str, tmp_path: Path, monkeypatch: py
     # All weights learn. The embeddings are the target's.
     same = {name for name in first if torch.equal(first[name], last[name])}
     assert same == ({"d2t", "t2d"} if kind == "eagle3" else set()) and "embed_tokens.weight" not in first
-    model, tokens, layers = load_model(AUSTEN), torch.arange(256), (8,)
+    model, draft_of_target, layers = load_model(AUSTEN), torch.arange(256), (8,)
     if kind == "eagle3":
         draft = Eagle3.from_pretrained(tmp_path / "12", model)
         assert draft.feature_layers == (1, 5)
         counts = rows.flatten().bincount(minlength=256)
-        has = draft.head.draft_of_target >= 0
+        draft_of_target, layers = draft.head.draft_of_target, (1, 5)
+        has = draft_of_target >= 0
         assert int(has.sum()) == 20 and int(counts[has].min()) >= int(counts[~has].max())
-        tokens, layers = has.nonzero()[:, 0], (1, 5)
-    read = train.Target(model.model, layers, tokens).read(rows)
+    read = train.read_text(model.model, layers, draft_of_target, rows)
     for divergence in (0.0, 1.0):
         losses = [float(train.losses(head, read, 12, divergence).mean().detach()) for head in made]
         assert 0 < losses[1] < losses[0] - 0.1
@@ -107,8 +107,8 @@ def test_measured_numbers_are_those_of_the_head(kind: str) -> None:
         weights, metrics = (Path(model.name_or_path) / name for name in ("mtp.safetensors", "mtp_metrics.json"))
         head, layers, most = train.Mtp(model), (8,), 500_000
         head.layer.load_state_dict(MTP.from_pretrained(model).head.layers[0].state_dict())
-    target = train.Target(model, layers, torch.arange(256))
-    found = train.measure(head, target, train.held_out(load_tokenizer(AUSTEN), HELDOUT))
+    text = train.held_out(load_tokenizer(AUSTEN), HELDOUT)
+    found = train.measure(head, train.read_text(model, layers, torch.arange(256), text))
     recorded: dict[str, Any] = json.loads(metrics.read_text())
     for name in ("temperature 1", "greedy"):
         assert found[name] == pytest.approx(recorded[name], abs=1e-3)

@@ -255,6 +255,7 @@ BAD = {
         (["--target", "smollm2-135m"], "target: there is no 'smollm2-135m'; did you mean 'smollm2-135m-instruct'?"),
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
         (["--draft", "eagle3:/no/such/head"], "draft: there is no folder '/no/such/head', and it is no hub id"),
+        (["--draft", "dflash:"], "draft: expected a folder or a hub id after 'dflash:'"),
         (["--draft", "ngram:/no/such/text"], "draft: cannot read '/no/such/text' as UTF-8 text"),
         (["--prompt", ""], "prompt: expected a text, got an empty one"),
         (["--threads", "0"], "threads: expected a number >= 1, got 0"),

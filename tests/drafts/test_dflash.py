@@ -195,7 +195,7 @@ def test_bfloat16() -> None:
     draft.head.load_state_dict(head.state_dict())
     decoder = SpeculativeDecoder(target, draft, sampling=MIXED)
     output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=9, seed=1)
-    assert draft._caches()[0].keys.dtype == torch.bfloat16 and output.lengths.tolist() == [16, 10, 13]
+    assert draft._caches[0].keys.dtype == torch.bfloat16 and output.lengths.tolist() == [16, 10, 13]
 
 
 def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
@@ -207,7 +207,7 @@ def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
         tensors = static_tensors_of(decoder.target, draft)
         assert tensors is not None
         places.append([tensor.data_ptr() for tensor in tensors])
-        own = [draft.head.fc.weight, *(each for cache in draft._caches() for each in (cache.keys, cache.values))]
+        own = [draft.head.fc.weight, *(each for cache in draft._caches for each in (cache.keys, cache.values))]
         assert len(own) == 5 and {tensor.data_ptr() for tensor in own} <= set(places[-1])
     assert places[0] == places[1]
 

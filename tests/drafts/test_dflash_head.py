@@ -96,7 +96,7 @@ def test_configs_that_are_not_known() -> None:
         (of_block(target_layer_ids=[-1]), ValueError, "config: expected a list of layers as target_layer_ids"),
     ]
     assert raised(read_drafter_config, cases) == []
-    with pytest.raises(ValueError, match="config: expected a rope_type of default, linear, llama3, got 'yarn'"):
+    with pytest.raises(ValueError, match="config: expected rope_type 'default' or 'linear' or 'llama3', got 'yarn'"):
         new_head(rope_scaling={"rope_type": "yarn", "factor": 4.0})
 
 

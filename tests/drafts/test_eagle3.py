@@ -124,9 +124,8 @@ def test_compiled_steps_give_the_eager_tokens(
             output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20, seed=seed)
             found.append((output.sequences.tolist(), output.stats.accepted_at))
             assert backend.frame_count == (num_graphs if compile else 0)
-        assert draft._cache is not None
         # The newest pairs may be those of drafts.
-        keys.append(draft._cache.keys[:, :, : int(output.lengths.min()) - 7])
+        keys.append(draft._caches[0].keys[:, :, : int(output.lengths.min()) - 7])
     assert found[:2] == found[2:]
     torch.testing.assert_close(*keys)
 
@@ -205,9 +204,9 @@ def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
     for _ in range(2):
         decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=5)
         tensors = static_tensors_of(decoder.target, draft)
-        assert tensors is not None and draft._cache is not None
+        assert tensors is not None
         places.append([tensor.data_ptr() for tensor in tensors])
-        own = (decoder.target.features, draft._cache.keys, draft._cache.values, draft.head.fc.weight)  # type: ignore[attr-defined]
+        own = (decoder.target.features, draft._caches[0].keys, draft._caches[0].values, draft.head.fc.weight)  # type: ignore[attr-defined]
         assert {tensor.data_ptr() for tensor in own} <= set(places[-1])
     assert places[0] == places[1]
 

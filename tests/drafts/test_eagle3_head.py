@@ -117,7 +117,7 @@ def test_configs_that_are_not_known() -> None:
     ]
     assert raised(read_config, cases) == []
     rope = read_config(SPECFORGE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
-    with pytest.raises(ValueError, match="config: expected a rope_type of default, linear, llama3, got 'yarn'"):
+    with pytest.raises(ValueError, match="config: expected rope_type 'default' or 'linear' or 'llama3', got 'yarn'"):
         rope_frequencies(rope)
 
 

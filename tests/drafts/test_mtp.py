@@ -4,9 +4,7 @@ what transformers drafts with them; no weight is left out without a word; and no
 from __future__ import annotations
 
 import importlib.util
-import json
 import pickle
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import pytest
 import torch
 from chains import expect_caught, expect_laws
 from report import Report
-from safetensors.torch import load_file, save_file
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
-from tiny_loops import GREEDY, Given, Recording, new_tokens
-from tiny_models import PairModel, padded, raised, random_table, shared_tiny
-from tiny_mtp import TinyMtp, is_known, tiny_mtp
+from tiny_loops import GREEDY, Given, Recording, new_tokens, streamed
+from tiny_models import padded
+from tiny_mtp import TinyMtp, is_known, tiny_mtp, tiny_step3p7
+from tiny_requests import texts_alone
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -97,7 +95,7 @@ def test_drafts_are_those_of_a_plain_computation(
         assert output.stats.num_accepted > 0
         assert check_drafts(tiny, draft, output.lengths.tolist()) > 20
         # No draft reads what is left, whatever it is.
-        for layer in draft._caches():
+        for layer in draft._caches:
             layer.keys.fill_(torch.nan)
 
 
@@ -114,12 +112,44 @@ def test_drafts_of_refilled_rows() -> None:
     assert check_drafts(tiny, draft, [30, 30]) > 20
 
 
-@pytest.mark.parametrize(("kind", "depth"), [("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)])
-def test_drafts_are_those_of_transformers(kind: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_and_sessions_give_the_texts_of_generate() -> None:
+    """Of requests that begin, end and are cancelled while others go on."""
+    tiny = tiny_mtp("qwen2", 2, vocab=TOKENS)
+    decoder = SpeculativeDecoder(tiny.model, MTP.from_pretrained(tiny.model), num_draft_tokens=3, compile=False)
+    limits, temperatures = [14, 3, 20, 9, 6], [0.0, 1.0, 0.7, 1.0, 0.0]
+    requests = [
+        Request([*PROMPTS[row % 3], row], limits[row], SamplingParams(temperature=temperatures[row]), seed=[row])
+        for row in range(5)
+    ]
+    expected = texts_alone(decoder, requests)
+    ids, mask = padded([request.input_ids for request in requests], "left")
+    batch: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": limits, "seed": list(range(5))}
+    steps = list(decoder.stream(ids, sampling=SamplingParams(temperature=temperatures), **batch))
+    assert streamed(steps, 5) == expected
+    with decoder.session(2, max_length=40) as session:
+        first = [session.submit(request) for request in requests[:3]]
+        session.step()
+        first[0].cancel()
+        later = [session.submit(request) for request in (*requests[3:], requests[0])]
+        while not all(handle.done for handle in (*first, *later)):
+            session.step()
+    cancelled, *found = [handle.result().new_tokens.tolist() for handle in (*first, *later)]
+    assert 0 < len(cancelled) < limits[0] and cancelled == expected[0][: len(cancelled)]
+    assert found == [*expected[1:], expected[0]]
+    assert session.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth"), [("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1), ("step3p7", 2)]
+)
+def test_drafts_are_those_of_transformers(
+    kind: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ragged batch, and each of its rows alone with `use_mtp` of transformers."""
     if not is_known(kind):
         pytest.skip("before transformers had MTP of this family")
-    tiny, theirs = tiny_mtp(kind, depth, vocab=TOKENS), {}
+    model = tiny_step3p7(tmp_path, TOKENS) if kind == "step3p7" else tiny_mtp(kind, depth, vocab=TOKENS).model
+    theirs = {}
     get_candidates = MTPCandidateGenerator.get_candidates
 
     def recorded(self: Any, input_ids: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -133,11 +163,11 @@ def test_drafts_are_those_of_transformers(kind: str, depth: int, monkeypatch: py
     prompts = [[*prompt, *[2] * (depth - len(prompt))] for prompt in PROMPTS]
     expected = []
     for prompt in prompts:
-        alone = tiny.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, use_mtp=True)
+        alone = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, use_mtp=True)
         expected.append(alone[0, len(prompt) :].tolist())
     input_ids, mask = padded(prompts, "left")
-    draft = Recorder.from_pretrained(tiny.model)
-    decoder = SpeculativeDecoder(tiny.model, draft, compile=False, sampling=GREEDY)
+    draft = Recorder.from_pretrained(model)
+    decoder = SpeculativeDecoder(model, draft, compile=False, sampling=GREEDY)
     output = decoder.generate(input_ids, attention_mask=mask, max_new_tokens=20)
     assert new_tokens(output) == expected
     found = 0
@@ -240,112 +270,6 @@ def test_sampled_text_has_the_law_of_the_target(report: Report) -> None:
         expect(report, f"loop, {draft.__name__}", p_values(tokens, laws))
 
 
-# Checkpoints.
-
-
-def changed(tiny: TinyMtp, folder: Path, change: Any) -> Path:
-    shutil.copytree(tiny.folder, folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def test_no_weight_is_left_out(tmp_path: Path) -> None:
-    deepseek, qwen = tiny_mtp("deepseek_v3", 2, vocab=TOKENS), tiny_mtp("qwen3_next", 1, vocab=TOKENS)
-    name = "model.layers.3.mlp.experts.1.up_proj.weight"
-    cases: list[tuple[TinyMtp, Any, str]] = [
-        (
-            deepseek,
-            lambda w: w.pop("model.layers.2.enorm.weight"),
-            r".* lacks MTP weights: model.layers.2.enorm.weight \(",
-        ),
-        (deepseek, lambda w: w.pop(name), f".* lacks MTP weights: {name} "),
-        (
-            deepseek,
-            lambda w: w.update({f"{name}_scale_inv": torch.ones(1)}),
-            f".* has unknown MTP weights: {name}_scale_inv ",
-        ),
-        (
-            deepseek,
-            lambda w: w.update({name: w[name].to(torch.float8_e4m3fn)}),
-            rf".* the weight {name} in .* is quantised \(torch.float8_e4m3fn\)",
-        ),
-        (
-            deepseek,
-            lambda w: [w.pop(each) for each in list(w) if each.startswith("model.layers.3.")],
-            ".* has 1 MTP layers, and the target's config says num_.*_layers = 2",
-        ),
-        (
-            deepseek,
-            lambda w: [w.pop(each) for each in list(w) if each.startswith("model.layers.2.")],
-            "draft: there are MTP weights of layer 1, and none of layer 0",
-        ),
-        (
-            deepseek,
-            lambda w: w["model.layers.3.shared_head.head.weight"].add_(1),
-            ".*model.layers.3.shared_head.head.weight in .* is not the target's own",
-        ),
-        (
-            deepseek,
-            lambda w: w.update({"model.layers.2.embed_tokens.weight": torch.ones(3, 3)}),
-            ".*model.layers.2.embed_tokens.weight in .* is not the target's own",
-        ),
-        (qwen, lambda w: w.pop("mtp.norm.weight"), ".* lacks MTP weights: mtp.norm.weight "),
-        (qwen, lambda w: w.update({"mtp.gate": torch.ones(1)}), ".* has unknown MTP weights: mtp.gate "),
-        (qwen, lambda w: w.update({"mtp.fc.weight": torch.ones(2, 2)}), r"(?s).*do not fit Qwen3Next.*eh_proj"),
-        (
-            qwen,
-            lambda w: [w.pop(each) for each in list(w) if each.startswith("mtp.")],
-            r".* has no MTP weights that this reads; expected model.layers.2.\*, mtp.\*",
-        ),
-    ]
-    wrong = []
-    for index, (tiny, change, message) in enumerate(cases):
-        folder = changed(tiny, tmp_path / str(index), change)
-        wrong += raised(lambda given: MTP.from_pretrained(*given), [((tiny.model, folder), ValueError, message)])
-    assert wrong == []
-
-
-def test_which_targets_have_layers(tmp_path: Path) -> None:
-    tiny = tiny_mtp("qwen2", 1, vocab=TOKENS)
-    cases = [
-        (shared_tiny("llama"), ValueError, "folder_or_id: expected the checkpoint, because the target does not say"),
-        (
-            PairModel(random_table(8, seed=5)),
-            TypeError,
-            "target: MTP layers are those of a transformers model, got",
-        ),
-    ]
-    assert raised(MTP.from_pretrained, cases) == []
-    draft = MTP.from_pretrained(tiny.model)
-    wider = TinyMtp("qwen2", 1, vocab=TOKENS).model
-    wider.config.hidden_size = 64
-    others = [
-        (shared_tiny("llama"), ValueError, "draft: the head is for another target: its layers are .*Qwen2DecoderLayer"),
-        (wider, ValueError, "draft: the head is for another target: hidden_size 32, the target has 64"),
-    ]
-    assert raised(lambda target: SpeculativeDecoder(target, draft), others) == []
-    # Weights in several files, as large models have them, with the names of a model inside another.
-    weights = load_file(tiny.folder / "model.safetensors")
-    own = {f"language_model.{name}": weights.pop(name) for name in list(weights) if "mtp" in name}
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    save_file(weights, folder / "model-1.safetensors")
-    for part in range(2):
-        save_file(dict(list(own.items())[part::2]), folder / f"model-{part + 2}.safetensors")
-    first, second = (MTP.from_pretrained(tiny.model, each).head.state_dict() for each in (None, folder))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    # A file that the index names and that is not there, and a file too many.
-    lost = {"weight_map": {name.replace(".0.", ".1."): "model-4.safetensors" for name in own}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(lost))
-    with pytest.raises(ValueError, match=r"is in model-4.safetensors, which is not in .*parts"):
-        MTP.from_pretrained(tiny.model, folder)
-    save_file(dict(list(own.items())[:1]), folder / "model-4.safetensors")
-    with pytest.raises(ValueError, match=r"is in several files of .*parts"):
-        MTP.from_pretrained(tiny.model, folder)
-
-
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -401,3 +325,25 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept[0] is kept[1] and len(num_reads) == 1
     with pytest.raises(ValueError, match="use_mtp: expected None beside draft_model, got True"):
         tiny.model.generate(INPUT_IDS, **options, draft_model=torch_specops.drafts.PromptLookup())
+    several = options | {"do_sample": True, "num_return_sequences": 2, "seed": 3, "return_dict_in_generate": False}
+    # transformers refuses the two together.
+    texts = tiny_mtp("glm4_moe", 2, vocab=TOKENS).model.generate(INPUT_IDS, **several)
+    assert texts.shape[0] == 6 and torch.equal(texts[::2, : INPUT_IDS.shape[1]], INPUT_IDS)
+
+
+class OfUser(MTP):
+    pass
+
+
+def test_a_class_over_the_same_layers_gets_a_decoder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
+    tiny = tiny_mtp("qwen2", 2, vocab=TOKENS)
+    call: dict[str, Any] = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 6, "compile": True}
+    first = OfUser.from_pretrained(tiny.model)
+    second, kept = OfUser(first.head), []
+    for draft in (first, second, first, MTP(first.head), MTP(first.head)):
+        tiny.model.generate(INPUT_IDS, **call, custom_generate=custom_generate, draft_model=draft)
+        kept.append(door._kept[tiny.model].decoder)
+    assert [decoder.draft for decoder in kept[:3]] == [first, second, first]
+    # Drafts of our own class over the same layers are the same.
+    assert type(kept[3].draft) is MTP and kept[3] is kept[4]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_hybrids import PROMISED
 from tiny_models import VOCAB, sharp_model
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 LAYERS = 2
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -51,7 +51,7 @@ def names_of(kind: str) -> tuple[dict[str, str], bool]:
 
 def is_known(kind: str) -> bool:
     """Whether this transformers has MTP of its own for a family."""
-    return hasattr(CONFIG_MAPPING[kind](), "num_mtp_layers")
+    return kind in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[kind]().get_text_config(), "num_mtp_layers")
 
 
 class TinyMtp:
@@ -153,6 +153,35 @@ class TinyMtp:
 
 
 tiny_mtp = functools.lru_cache(maxsize=None)(TinyMtp)
+
+
+def tiny_step3p7(folder: Path, vocab: int) -> PreTrainedModel:
+    """A Step-3.7 from a folder with two MTP layers that transformers has made: dense, with other heads where a window
+    slides."""
+    from transformers.modeling_layers import MtpModel
+
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    sizes = _SIZES | {"vocab_size": vocab, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "share_expert_dim": 16}
+    sizes |= {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, "moe_layers_enum": "1,2", "sliding_window": 4}
+    sizes |= {"layer_types": kinds + kinds[:2], "attention_other_setting": {"num_attention_heads": 6}}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CONFIG_MAPPING["step3p7"](text_config=sizes, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config).double()
+    layers = MtpModel(whole, 2).double().layers
+    for parameter in (*whole.parameters(), *layers.parameters()):
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.2)
+    whole.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in layers.state_dict().items():
+        number, part, rest = name.split(".", 2)
+        part = {"mtp_block": "", "post_norm": "shared_head.norm."}.get(part, f"{part}.")
+        weights[f"model.layers.{3 + int(number)}.{part}{rest}"] = tensor.clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")
+    return model
 
 
 def add_mtp_layer(folder: Path) -> None:

@@ -202,6 +202,8 @@ def test_several_sequences_of_one_prompt() -> None:
     assert torch.equal(output[:, :7], padded(PROMPTS, "left")[0].repeat_interleave(4, 0))
     assert len({tuple(row) for row in output[:4].tolist()}) > 1
     assert torch.equal(output, again) and not torch.equal(output, other)
+    # transformers refuses the two together.
+    assert torch.equal(output, ours(target, **options, assistant_model=perturbed(target), seed=3))
     # A draft with an encoder of its own, which reads the input of each sequence.
     target, steps = shared_tiny("t5"), list[Step]()
     options = {**arguments("t5"), "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}

@@ -88,6 +88,8 @@ def load_models(
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")
         check_name("draft", draft, (*others, f"{EAGLE3}FOLDER", f"{DFLASH}FOLDER"))
     elif draft.startswith((EAGLE3, DFLASH)) and (name := draft.partition(":")[2]) not in HEADS:
+        if not name:
+            raise ValueError(f"draft: expected a folder or a hub id after {draft!r}")
         check_hub("draft", name)
     with console.status("loading transformers"):
         import_transformers()
@@ -125,11 +127,9 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         except ValueError as error:
             raise ValueError(f"draft: {draft!r}: {error}") from error
         return Models(target, EarlyExit(layers), lambda count: {"assistant_early_exit": layers})
-    if draft.startswith(EAGLE3):
-        name = draft.removeprefix(EAGLE3)
-        return Models(target, Eagle3.from_pretrained(HEADS.get(name, name), target))
-    if draft.startswith(DFLASH):
-        return Models(target, DFlash.from_pretrained(draft.removeprefix(DFLASH), target))
+    if draft.startswith((EAGLE3, DFLASH)):
+        kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
+        return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
         # transformers knows the layers of some families, and uses each of them once.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)

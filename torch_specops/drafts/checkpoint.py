@@ -1,21 +1,25 @@
-"""Files of a checkpoint: config.json and *.safetensors, and nothing else: no pickles and no code."""
+"""Files of a checkpoint: config.json and *.safetensors, and nothing else: no pickles and no code. And networks that are
+filled with the weights."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-__all__ = ["checkpoint_folder", "open_weights", "read_json"]
+__all__ = ["check_floating", "checkpoint_folder", "filled", "open_weights", "read_json"]
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or that of a repository on the Hugging Face hub, fetched if need be.
+    """The folder itself, or the one of a repository on the Hugging Face hub, fetched if need be.
 
     Raises:
         ValueError: there is neither, or it cannot be fetched.
@@ -73,3 +77,33 @@ def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
 
 def _refuse(reason: str) -> Tensor:
     raise ValueError(f"draft: the weight {reason}")
+
+
+def filled(
+    network: Network,
+    weights: Mapping[str, Tensor],
+    source: object,
+    device: torch.device,
+    dtype: torch.dtype,
+    wide: Iterable[str] = (),
+) -> Network:
+    """The network, which was made on the meta device, with the weights from `source` in this dtype, or in float32 if
+    their name has a part of `wide`.
+
+    Raises:
+        ValueError: a weight that is missing, unknown, of another shape or quantised, by name.
+    """
+    check_floating(weights, source)
+    dtypes = {name: torch.float32 if any(part in name for part in wide) else dtype for name in weights}
+    own = {name: tensor.to(device, dtypes[name]) for name, tensor in weights.items()}
+    try:
+        network.load_state_dict(own, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"draft: the weights in {source} are not those of its config: {error}") from error
+    return network.requires_grad_(False).eval()
+
+
+def check_floating(weights: Mapping[str, Tensor], source: object) -> None:
+    for name, tensor in weights.items():
+        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"draft: {name} in {source} is {tensor.dtype}: quantised weights are not read")

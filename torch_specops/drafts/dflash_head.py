@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import checkpoint_folder, open_weights, read_json
+from .checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .layers import (
     Attention,
-    AttentionLayer,
+    DecoderLayer,
     LayerConfig,
-    Mlp,
     Norm,
     check_known,
-    filled,
+    layer_ids,
     layer_sizes,
     number_of,
     rope_frequencies,
@@ -75,7 +74,7 @@ class DFlashHead(nn.Module):
         hidden, eps = config.hidden_size, config.norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
         self.hidden_norm = Norm(hidden, eps)
-        self.layers = nn.ModuleList(_Layer(config) for _ in config.sees)
+        self.layers = nn.ModuleList(DecoderLayer(config, hidden) for _ in config.sees)
         self.norm = Norm(hidden, eps)
         self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
 
@@ -89,44 +88,31 @@ class DFlashHead(nn.Module):
     def forward(self, embedded: Tensor, positions: Tensor, attentions: Sequence[Attention]) -> Tensor:
         """What the target's head reads [B, n, H], given embeddings [B, n, H] of a block at positions [B, n]."""
         hidden, (cos, sin) = embedded, rotation(positions, self.frequencies, embedded)
-        for layer, attention in zip(self.layers, attentions, strict=True):
-            hidden = layer(hidden, cos, sin, attention)
+        layers: Any = self.layers
+        for layer, attention in zip(layers, attentions, strict=True):
+            hidden = layer.add(hidden, layer.input_layernorm(hidden), cos, sin, attention)
         return self.norm(hidden)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
-        self.input_layernorm = Norm(hidden, eps)
-        self.post_attention_layernorm = Norm(hidden, eps)
-        self.self_attn = AttentionLayer(config, hidden)
-        self.mlp = Mlp(config)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
     """The drafter in a folder, in a repository of the hub, or in a model of transformers, with the errors of
     `DFlash.from_pretrained`."""
     # Of a model that `torch.compile` has made.
-    source = getattr(source, "_orig_mod", source)
-    if isinstance(source, nn.Module):
-        if not hasattr(source, "config"):
-            raise TypeError(
-                f"folder_or_id: expected a folder, a hub id or a drafter of transformers, got {type(source)}"
-            )
-        found: Any = source.config
-        raw = found.to_dict()
-        config, weights, place = read_drafter_config(raw), source.state_dict(), type(source).__name__
-    else:
-        folder = checkpoint_folder(source)
+    model: Any = getattr(source, "_orig_mod", source)
+    if not isinstance(model, nn.Module):
+        folder = checkpoint_folder(model)
+        place, raw = str(folder), read_json(folder)
         weights = {name: read() for name, read in open_weights(folder).items()}
-        config, place = read_drafter_config(read_json(folder)), str(folder)
-    own = {MUSE_NAMES.get(name, name): tensor for name, tensor in weights.items()}
-    return filled(lambda: DFlashHead(config), own, place, device, dtype)
+    elif hasattr(model, "config"):
+        own_config: Any = model.config
+        place, raw, weights = type(model).__name__, own_config.to_dict(), model.state_dict()
+    else:
+        raise TypeError(f"folder_or_id: expected a folder, a hub id or a drafter of transformers, got {type(model)}")
+    config = read_drafter_config(raw)
+    with torch.device("meta"):
+        head = DFlashHead(config)
+    head.frequencies = rope_frequencies(config).to(device)
+    return filled(head, {MUSE_NAMES.get(name, name): weights[name] for name in weights}, place, device, dtype)
 
 
 def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
@@ -155,9 +141,6 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
         ("layer_types of length", len(kinds), (num_layers,)),
         *(("layer_types", kind, ("full_attention", "sliding_attention")) for kind in kinds),
     )
-    ids = own.get("target_layer_ids")
-    if not (isinstance(ids, list) and ids and all(isinstance(each, int) and each >= 0 for each in ids)):
-        raise ValueError(f"config: expected a list of layers as target_layer_ids, got {ids!r}")
 
     def sees(kind: str) -> tuple[int | None, int | None]:
         slides, causal = kind == "sliding_attention", raw.get("is_causal")
@@ -172,7 +155,7 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
         block_size=size_of(own, "block_size", least=2),
         mask_token_id=size_of(own, "mask_token_id", least=0),
         # Layers are counted by their outputs.
-        feature_layers=tuple(each + 1 for each in ids),
+        feature_layers=tuple(each + 1 for each in layer_ids(own, "target_layer_ids")),
         sees=tuple(sees(kind) for kind in kinds),
         vocab_size=raw.get("vocab_size"),
         num_target_layers=raw.get("num_target_layers"),

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..ops.attention import attention_dtype, spans_of
-from ..ops.kv_cache import RaggedKeyValues, Window, emptied
-from .base import LanguageModel, as_language_model, feature_model
+from ..ops.attention import spans_of
+from ..ops.kv_cache import Window
+from .base import LanguageModel, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
-from .feature import FeatureDraft, check_target
+from .feature import PublishedDraft, check_target
 from .model import SequentialDraft
 
 __all__ = ["Eagle3"]
 
 
-class Eagle3(FeatureDraft, SequentialDraft):
+class Eagle3(PublishedDraft, SequentialDraft):
     """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
 
     Pair i is the feature of token i (the inputs of three of the target's layers) and the embedding of token i + 1; from
@@ -29,6 +26,9 @@ class Eagle3(FeatureDraft, SequentialDraft):
 
     The head may have fewer tokens than the target. The others get the logit -inf and are never proposed, and since
     these logits are verified, the target's distribution is kept.
+
+    `from_pretrained` reads heads as EAGLE and SpecForge save them (`architectures: ["LlamaForCausalLMEagle3"]`), and as
+    the speculators library does (`speculators_model_type: "eagle3"`).
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -44,38 +44,11 @@ class Eagle3(FeatureDraft, SequentialDraft):
     """
 
     head: Eagle3Head
+    _read_head = staticmethod(read_head)
 
     def __init__(self, head: Eagle3Head) -> None:
         super().__init__(head)
         self.vocab_size = head.config.vocab_size
-        self._cache: RaggedKeyValues | None = None
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder_or_id: str | os.PathLike[str],
-        target: LanguageModel | nn.Module,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Eagle3:
-        """A head as EAGLE and SpecForge save it (`architectures: ["LlamaForCausalLMEagle3"]`), or as the speculators
-        library does (`speculators_model_type: "eagle3"`).
-
-        Args:
-            folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
-                (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code.
-            target: the model that it was trained for, on the device where the head is to be.
-            dtype: of the head; None = the target's.
-
-        Raises:
-            TypeError: a target that does not expose its hidden states.
-            ValueError: no such folder; a config with an unknown value; a weight that is missing, unknown or of another
-                shape; a head for another target. The message names it.
-        """
-        model = feature_model(as_language_model("target", target))
-        draft = cls(read_head(folder_or_id, model.device, dtype or model.dtype))
-        draft.bind(model)
-        return draft
 
     def bind(self, target: LanguageModel) -> None:
         model, config = feature_model(target), self.head.config
@@ -92,14 +65,6 @@ class Eagle3(FeatureDraft, SequentialDraft):
             )
         self.feature_layers = layers
         super().bind(target)
-
-    def _start_caches(self, batch: int, capacity: int) -> None:
-        config, weight = self.head.config, self.head.fc.weight
-        shape = (batch, config.num_key_value_heads, 0, config.head_dim)
-        self._cache = emptied(self._cache, weight.new_zeros(shape, dtype=attention_dtype(weight)), capacity)
-
-    def _caches(self) -> Sequence[RaggedKeyValues]:
-        return [] if self._cache is None else [self._cache]
 
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
         return tokens, self._new_positions(lengths)
@@ -118,14 +83,13 @@ class Eagle3(FeatureDraft, SequentialDraft):
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """The head's output [A, n, H] at pairs [A, n]. A text of one token has no pair; its token with a feature of
         zeros is read in its place."""
-        features = self._features(ends, positions, rows, self.head.fc.weight.dtype)
         following = tokens.gather(1, torch.minimum(positions + 1, ends - 1))
-        return self._read(self.head.fuse(features), following, positions, rows)
+        return self._read(self.head.fuse(self._features(ends, positions, rows)), following, positions, rows)
 
     def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
-        assert self._target is not None and self._cache is not None
+        assert self._target is not None
         window = None if self.head.config.window is None else Window(self.head.config.window)
-        attention = self._attention(self._cache, spans_of(positions, window), positions, rows)
+        attention = self._attention(self._caches[0], spans_of(positions, window), positions, rows)
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
         return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)

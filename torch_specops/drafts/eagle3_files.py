@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import checkpoint_folder, open_weights, read_json
+from .checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
-from .layers import check_known, filled, layer_sizes, size_of
+from .layers import check_known, layer_ids, layer_sizes, rope_frequencies, size_of
 
 __all__ = ["read_config", "read_head"]
 
@@ -35,9 +35,11 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     config = read_config(read_json(folder))
     weights = _own_names({name: read() for name, read in open_weights(folder).items()})
     offsets = weights.pop("d2t", None)
-    head = filled(lambda: Eagle3Head(config, "embed_tokens.weight" in weights), weights, folder, device, dtype)
+    with torch.device("meta"):
+        head = Eagle3Head(config, "embed_tokens.weight" in weights)
+    head.frequencies = rope_frequencies(config).to(device)
     head.draft_of_target = _draft_of_target(config, offsets).to(device)
-    return head
+    return filled(head, weights, folder, device, dtype)
 
 
 def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
@@ -58,9 +60,10 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         ("model_type", model_type, ("llama", "qwen3")),
         ("num_hidden_layers", layer.get("num_hidden_layers", 1), (1,)),
     )
-    ids = own.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None and not (isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids)):
-        raise ValueError(f"config: expected a list of layers as eagle_aux_hidden_state_layer_ids, got {ids!r}")
+    feature_layers = None
+    if own.get("eagle_aux_hidden_state_layer_ids") is not None:
+        ids = layer_ids(own, "eagle_aux_hidden_state_layer_ids", least=-1)
+        feature_layers = tuple(each if is_speculators else each + 1 for each in ids)
     has_window = is_speculators and (layer.get("layer_types") or [None])[0] == "sliding_attention"
     sizes = layer_sizes(layer)
     return Eagle3Config(
@@ -68,7 +71,7 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         vocab_size=size_of(layer, "vocab_size"),
         draft_vocab_size=size_of(raw, "draft_vocab_size", layer.get("vocab_size")),
         target_hidden_size=size_of(raw, "target_hidden_size", sizes["hidden_size"]),
-        feature_layers=None if ids is None else tuple(each if is_speculators else each + 1 for each in ids),
+        feature_layers=feature_layers,
         window=layer.get("sliding_window") if has_window else None,
         normalises_queries=model_type == "qwen3",
         norm_before_residual=bool(raw.get("norm_before_residual", False)),

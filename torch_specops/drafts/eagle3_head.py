@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layers import Attention, AttentionLayer, LayerConfig, Mlp, Norm, rope_frequencies, rotation
+from .layers import Attention, DecoderLayer, LayerConfig, Norm, rope_frequencies, rotation
 
 __all__ = ["Eagle3Config", "Eagle3Head"]
 
@@ -111,21 +111,15 @@ class Eagle3Head(nn.Module):
         return torch.where(self.draft_of_target >= 0, found, -torch.inf)
 
 
-class _Layer(nn.Module):
+class _Layer(DecoderLayer):
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = Norm(hidden, eps)
-        self.hidden_norm = Norm(hidden, eps)
-        self.post_attention_layernorm = Norm(hidden, eps)
         # It reads an embedding and a feature.
-        self.self_attn = AttentionLayer(config, 2 * hidden)
-        self.mlp = Mlp(config)
+        super().__init__(config, 2 * config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = Norm(config.hidden_size, config.norm_eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         read = torch.cat([self.input_layernorm(embedded), normed], -1)
-        residual = residual + self.self_attn(read, cos, sin, attention)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+        return self.add(residual, read, cos, sin, attention)

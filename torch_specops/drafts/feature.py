@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import attend, attend_masked, spans_serve
-from ..ops.kv_cache import RaggedKeyValues
+from ..ops.attention import attend, attend_masked, attention_dtype, spans_serve
+from ..ops.kv_cache import RaggedKeyValues, emptied
 from ..ops.tracing import is_eager_cpu
-from .base import FeatureModel, LanguageModel, feature_model
+from .base import FeatureModel, LanguageModel, as_language_model, feature_model
 from .layers import Attention
 from .model import SampledDraft
 
-__all__ = ["FeatureDraft", "check_target"]
+__all__ = ["FeatureDraft", "PublishedDraft", "check_target"]
+
+Own = TypeVar("Own", bound="PublishedDraft")
 
 
-def check_target(sizes: Mapping[str, tuple[int | None, int]], feature_layers: Iterable[int], last_layer: int) -> None:
+def check_target(sizes: Mapping[str, tuple[Any, Any]], feature_layers: Iterable[int] = (), last_layer: int = 0) -> None:
     """Refuse a head whose sizes, None = not known, are not the target's, or that reads layers beyond the last."""
     for name, (own, expected) in sizes.items():
         if own not in (None, expected):
@@ -50,6 +53,8 @@ class FeatureDraft(SampledDraft):
         super().__init__()
         self.head = head
         self._target: FeatureModel | None = None
+        # The keys and values of the network's layers, once there are any.
+        self._caches: Sequence[RaggedKeyValues] = ()
         # The number of positions that each row had read at the last look. Only steps on a CPU look.
         self._num_read: Tensor | None = None
         self._most_drafts = 0
@@ -59,9 +64,13 @@ class FeatureDraft(SampledDraft):
         return vars(self) | {"_target": None}
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def _weight(self) -> Tensor:
         weight: Tensor = next(self.head.parameters())
-        return weight.device
+        return weight
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._weight.device
 
     def bind(self, target: LanguageModel) -> None:
         self._target = feature_model(target)
@@ -86,12 +95,16 @@ class FeatureDraft(SampledDraft):
         self._read_text(tokens, lengths.unsqueeze(1), self._new_positions(lengths, num_steps))
 
     def static_tensors(self) -> Sequence[Tensor]:
-        cache = [tensor for each in self._caches() for tensor in (each.keys, each.values)]
-        return [*self.head.parameters(), *self.head.buffers(), *cache]
+        caches = [tensor for each in self._caches for tensor in (each.keys, each.values)]
+        return [*self.head.parameters(), *self.head.buffers(), *caches]
 
     def _is_eager_cpu(self, lengths: Tensor) -> bool:
         """True = a step looks at its lengths, to read no more than it has to."""
         return self._shape is None and is_eager_cpu(lengths)
+
+    def _width(self, positions: Tensor, capacity: int) -> int:
+        """How many slots of a cache may hold what tokens at these positions see."""
+        return int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
 
     def _new_positions(self, lengths: Tensor, num_steps: int = 0) -> Tensor:
         """[B, n] the newest positions with features, among them all since the last call; n is constant if the step
@@ -106,13 +119,64 @@ class FeatureDraft(SampledDraft):
         index = torch.arange(-count - self.num_reread, 0, device=lengths.device)
         return (lengths.unsqueeze(1) - 1 + index).clamp(min=0)
 
-    def _features(self, ends: Tensor, positions: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _features(self, ends: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         """[A, n, F * H] at positions [A, n] of the rows `rows` [A], None = all, whose texts are `ends` [A, 1] long. The
         target may not have read a text of one token: zeros."""
         assert self._target is not None
         rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
-        features = self._target.features[rows.unsqueeze(1), positions].to(dtype)
+        features = self._target.features[rows.unsqueeze(1), positions].to(self._weight.dtype)
         return torch.where(ends.unsqueeze(2) > 1, features, 0.0)
+
+    @abstractmethod
+    def _start_caches(self, batch: int, capacity: int) -> None:
+        """Make room for `batch` texts of `capacity` tokens, and forget what was read; in the same memory if it fits."""
+
+    @abstractmethod
+    def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> object:
+        """Read positions [A, n] of the texts [A, W] of the rows `rows` [A], None = all, which are `ends` [A, 1] long.
+        Those at or after `ends` - 1 are padding."""
+
+
+class PublishedDraft(FeatureDraft):
+    """A source whose network has a folder of its own, and layers of `layers`."""
+
+    _read_head: ClassVar[Callable[..., Any]]
+    # Its layers, and how many slots behind the longest text their caches have.
+    _num_caches, _num_behind = 1, 0
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Own],
+        folder_or_id: str | os.PathLike[str] | nn.Module,
+        target: LanguageModel | nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Own:
+        """A head as it is published, in the layouts that the class names.
+
+        Args:
+            folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
+                (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code. A DFlash drafter may also
+                be a model of transformers, whose weights are shared where device and dtype allow it.
+            target: the model that it was trained for, on the device where the head is to be.
+            dtype: of the head; None = the target's.
+
+        Raises:
+            TypeError: a target that does not expose its hidden states.
+            ValueError: no such folder; a config with an unknown value, or of another method; a weight that is missing,
+                unknown, quantised or of another shape; a head for another target. The message names it.
+        """
+        model = feature_model(as_language_model("target", target))
+        draft = cls(cls._read_head(folder_or_id, model.device, dtype or model.dtype))
+        draft.bind(model)
+        return draft
+
+    def _start_caches(self, batch: int, capacity: int) -> None:
+        config, weight = self.head.config, self._weight
+        shape = (batch, config.num_key_value_heads, 0, config.head_dim)
+        empty = weight.new_zeros(shape, dtype=attention_dtype(weight))
+        old: Sequence[Any] = self._caches or [None] * self._num_caches
+        self._caches = [emptied(each, empty, capacity + self._num_behind) for each in old]
 
     def _attention(
         self, cache: RaggedKeyValues, spans: Tensor, positions: Tensor, rows: Tensor | None = None
@@ -120,8 +184,7 @@ class FeatureDraft(SampledDraft):
         """Attention over a cache for positions [A, n] of the rows `rows` [A], None = all. It writes keys and values
         there. Each token sees the slots of its span [A, n, 2]."""
         capacity = cache.keys.shape[2]
-        # Eager CPU steps read only slots that may hold text, like the target.
-        width = int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
+        width = self._width(positions, capacity)
         by_spans = spans_serve(positions, capacity, cache.keys.dtype)
         seen = spans
         if not by_spans:
@@ -136,16 +199,3 @@ class FeatureDraft(SampledDraft):
             return read(queries, *cache.read(width, rows), seen, queries.shape[3] ** -0.5).transpose(1, 2)
 
         return attention
-
-    @abstractmethod
-    def _start_caches(self, batch: int, capacity: int) -> None:
-        """Make room for `batch` texts of `capacity` tokens, and forget what was read; in the same memory if it fits."""
-
-    @abstractmethod
-    def _caches(self) -> Sequence[RaggedKeyValues]:
-        """The keys and values of the network's layers, once there are any."""
-
-    @abstractmethod
-    def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> object:
-        """Read positions [A, n] of the texts [A, W] of the rows `rows` [A], None = all, which are `ends` [A, 1] long.
-        Those at or after `ends` - 1 are padding."""

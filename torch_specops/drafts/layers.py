@@ -1,11 +1,11 @@
-"""What the networks of EAGLE-3 and DFlash have in common: layers, the sizes in a config, and filling in weights."""
+"""What the networks of EAGLE-3 and DFlash have in common: layers, and the sizes in a config."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,11 @@ from torch.nn import functional as F
 
 __all__ = [
     "Attention",
-    "AttentionLayer",
+    "DecoderLayer",
     "LayerConfig",
-    "Mlp",
     "Norm",
     "check_known",
-    "filled",
+    "layer_ids",
     "layer_sizes",
     "number_of",
     "rope_frequencies",
@@ -26,13 +25,11 @@ __all__ = [
     "size_of",
 ]
 
-ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_FACTORS = {
+    "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-
-Head = TypeVar("Head", bound=Any)
 
 # Queries [B, G * heads, n, D], keys and values [B, heads, n, D] -> [B, G * heads, n, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -106,6 +103,22 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
+class DecoderLayer(nn.Module):
+    """A layer that reads inputs of this width."""
+
+    def __init__(self, config: LayerConfig, width: int) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.norm_eps)
+        self.self_attn = AttentionLayer(config, width)
+        self.mlp = Mlp(config)
+
+    def add(self, residual: Tensor, read: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """The residual branch [B, n, H] behind the layer, whose attention reads normalised inputs [B, n, width]."""
+        residual = residual + self.self_attn(read, cos, sin, attention)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
 def rotation(positions: Tensor, frequencies: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, 1, n, D] of the angles at positions [B, n], in the dtype of `like`."""
     angles = positions.unsqueeze(-1) * frequencies
@@ -125,39 +138,16 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
     frequencies = 1.0 / config.rope_theta**exponents
     rope = config.rope
     kind = rope["rope_type"]
+    check_known(("rope_type", kind, tuple(ROPE_FACTORS)))
     if kind == "default":
         return frequencies
     if kind == "linear":
         return frequencies / rope["factor"]
-    if kind != "llama3":
-        raise ValueError(f"config: expected a rope_type of {', '.join(ROPE_TYPES)}, got {kind!r}")
     # Llama 3.1 slows slow rotations down by the factor, keeps fast ones, and blends in between.
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
-
-
-def filled(
-    build: Callable[[], Head], weights: Mapping[str, Tensor], source: object, device: torch.device, dtype: torch.dtype
-) -> Head:
-    """The network that `build` makes, with the weights from `source`.
-
-    Raises:
-        ValueError: a weight that is missing, unknown, of another shape or quantised, by name.
-    """
-    for name, tensor in weights.items():
-        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"draft: {name} in {source} is {tensor.dtype}: quantised weights are not read")
-    # Build on meta: `assign=True` supplies the tensors.
-    with torch.device("meta"):
-        head = build()
-    try:
-        head.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"draft: the weights in {source} are not those of its config: {error}") from error
-    head.frequencies = rope_frequencies(head.config).to(device)
-    return head.requires_grad_(False).eval()
 
 
 def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
@@ -179,6 +169,13 @@ def number_of(raw: Mapping[str, Any], name: str, default: float | None = None) -
     if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
         raise ValueError(f"config: expected a number > 0 as {name}, got {value!r}")
     return value
+
+
+def layer_ids(raw: Mapping[str, Any], name: str, least: int = 0) -> list[int]:
+    ids = raw.get(name)
+    if not (isinstance(ids, list) and ids and all(isinstance(each, int) and each >= least for each in ids)):
+        raise ValueError(f"config: expected a list of layers as {name}, got {ids!r}")
+    return ids
 
 
 def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:

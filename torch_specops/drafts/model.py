@@ -77,9 +77,8 @@ class SequentialDraft(SampledDraft):
         drawn = []
         for index, own in enumerate(numbers):
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index == 0)
-            *found, output = read_and_draw(tokens, ends, positions, output, own, sampling, text)
-            drawn.append(found)
-            token = found[0]
+            token, *others, output = read_and_draw(tokens, ends, positions, output, own, sampling, text)
+            drawn.append((token, *others))
             # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
             tokens = token.clamp(min=0).unsqueeze(1)
             positions = positions[:, -1:] + 1
@@ -100,9 +99,7 @@ class SequentialDraft(SampledDraft):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """What `SamplingTensors.draw` returns, and what `_forward` passes on to its next call."""
         logits, output = self._forward(tokens, ends, positions, output)
-        if text is not None:
-            logits = sampling.process(logits, text, ends)
-        return *sampling.draw(logits[:, -1], numbers, ends.squeeze(1)), output
+        return *sampling.draw(logits, numbers, text, ends), output
 
     @abstractmethod
     def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..ops.kv_cache import RaggedKeyValues
 from ..sampling import SamplingTensors
 from .base import Draft, LanguageModel, as_language_model, feature_model, stacked
 from .feature import FeatureDraft, check_target
 
 __all__ = ["MTP"]
-
-SIZES = ("hidden_size", "vocab_size")
 
 # The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
 read_head: Callable[..., Any] | None = None
@@ -33,6 +30,18 @@ class MTP(FeatureDraft):
 
     Args:
         head: what `from_pretrained` reads.
+
+    Examples:
+        >>> import pathlib, torch, transformers, torch_specops
+        >>> folder = pathlib.Path(torch_specops.__file__).parent / "data" / "austen_bytes" / "target"
+        >>> target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        >>> draft = torch_specops.drafts.MTP.from_pretrained(target)
+        >>> prompt = torch.tensor([list(b"It is a truth universally ")])
+        >>> greedy = torch_specops.SamplingParams(temperature=0.0)
+        >>> options = dict(draft=draft, num_draft_tokens=4, max_new_tokens=16, sampling=greedy)
+        >>> output = torch_specops.generate(target, prompt, **options)
+        >>> bytes(output.new_tokens(0)), output.stats.num_accepted > 8
+        (b'to be a great de', True)
     """
 
     def __init__(self, head: Any) -> None:
@@ -64,7 +73,7 @@ class MTP(FeatureDraft):
         Raises:
             TypeError: a target that is not of transformers.
             ValueError: no such folder, or one without MTP weights; a weight that is missing, unknown, quantised or of
-                another shape. The message names it.
+                another shape, by name; another number of layers than the config says, if it says one.
         """
         assert read_head is not None
         model: Any = as_language_model("target", target)
@@ -76,8 +85,7 @@ class MTP(FeatureDraft):
 
     def bind(self, target: LanguageModel) -> None:
         model = feature_model(target, "prepared")
-        self.head.check_target(model)
-        check_target({name: (getattr(self.head.config, name), getattr(model, name)) for name in SIZES}, (), 0)
+        check_target(self.head.sizes(model))
         super().bind(target)
         self.feature_layers = (model.num_layers,)
 
@@ -85,12 +93,10 @@ class MTP(FeatureDraft):
         if self._cache is None or (self._cache.batch, self._cache.capacity) != (batch, capacity):
             self._cache = self.head.new_cache(batch, capacity)
         self._cache.begin()
+        self._caches = self._cache.layers
         # Allocates. What is written here is overwritten.
         first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._read_text(first, first + 1, first)
-
-    def _caches(self) -> Sequence[RaggedKeyValues]:
-        return [] if self._cache is None else self._cache.layers
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -120,10 +126,9 @@ class MTP(FeatureDraft):
         the draft."""
         last = len(self.head.layers) - 1
         raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
-        logits = self.head.logits(self._target, hidden[:, -1:])
-        if sampling.processors is not None:
-            logits = sampling.process(logits, text, ends)
-        token, *rest = sampling.draw(logits[:, -1], numbers, ends.squeeze(1))
+        assert self._target is not None
+        logits = self._target.head(hidden[:, -1:].to(self._target.dtype))
+        token, *rest = sampling.draw(logits, numbers, text, ends)
         # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
         text = text.scatter(1, ends, token.clamp(min=0).unsqueeze(1))
         return token, *rest, raw if index >= last and self.head.layout.repeats_raw else hidden, text
@@ -139,9 +144,9 @@ class MTP(FeatureDraft):
     ) -> tuple[Tensor, Tensor]:
         """The output of a layer [A, n, H] at pairs [A, n], before and after its norm. `hidden` None = the target's."""
         if hidden is None:
-            hidden = self._features(ends, positions, rows, next(self.head.parameters()).dtype)
+            hidden = self._features(ends, positions, rows)
         following = tokens.gather(1, torch.minimum(positions + layer + 1, ends - 1))
-        width = int(positions.amax()) + 1 if self._is_eager_cpu(positions) else self._cache.capacity
+        width = self._width(positions, self._cache.capacity)
         read: tuple[Tensor, Tensor] = self.head.read(
             self._target, self._cache, layer, hidden, following, positions, width, rows
         )

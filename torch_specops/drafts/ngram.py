@@ -159,8 +159,7 @@ class NGram(DraftSource):
                 drawn.append((token,))
             else:
                 place = (lengths + index).unsqueeze(1)
-                row = sampling.process(self._logits(context).unsqueeze(1), text, place).squeeze(1)
-                token, *rest = sampling.draw(row, own, lengths + index)
+                token, *rest = sampling.draw(self._logits(context).unsqueeze(1), own, text, place)
                 text = text.scatter(1, place, token.unsqueeze(1))
                 drawn.append((token, *rest))
             recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]

@@ -54,7 +54,10 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
     """Set `grouped_attention` in a config whose attention is "sdpa", if its queries are grouped or the model is to be
     given spans, and otherwise set "sdpa" again."""
-    num_heads = getattr(config, "num_attention_heads", None)
-    num_key_value_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    # Layers of one model may have other numbers of heads.
+    is_grouped = use_spans or getattr(config, "is_heterogeneous", False)
+    if not is_grouped:
+        num_heads = getattr(config, "num_attention_heads", None)
+        is_grouped = (getattr(config, "num_key_value_heads", None) or num_heads) != num_heads
     if config._attn_implementation in (SDPA, GROUPED):
-        config._attn_implementation = GROUPED if use_spans or num_key_value_heads != num_heads else SDPA
+        config._attn_implementation = GROUPED if is_grouped else SDPA

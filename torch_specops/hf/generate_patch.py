@@ -2,8 +2,8 @@
 
 `generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
 without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.24). One
-of its methods sees them all before the first token, and it gets an addition here. Another one refuses drafts for models
-that keep a state of the text, which this package rolls back.
+of its methods sees them all before the first token, and it gets an addition here. Another one refuses drafts where
+transformers' own loop cannot use them: for models that keep a state of the text, and several sequences of a prompt.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PARAMETERS = {
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
     `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given; and
-    allow it drafts for models that keep a state. Calls with another function see no difference. Warns if the mixin has
-    not both methods with those parameters."""
+    allow it drafts in every call. Calls with another function see no difference. Warns if the mixin has not both
+    methods with those parameters."""
     methods: dict[str, Any] = {name: getattr(mixin, name, None) for name in PARAMETERS}
     extract, validate = methods.values()
     if any(
@@ -77,9 +77,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
 
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # What is refused to stateful models is assisted generation, and no other check goes by that. `extract_more`
-        # says `has_mask` to our function alone.
-        if mode is GenerationMode.ASSISTED_GENERATION and self._is_stateful and "has_mask" in mode_kwargs:
+        # No other check goes by assisted generation. `extract_more` says `has_mask` to our function alone.
+        if mode is GenerationMode.ASSISTED_GENERATION and "has_mask" in mode_kwargs:
             mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafts.checkpoint import checkpoint_folder, open_weights
+from ..drafts.checkpoint import check_floating, checkpoint_folder, filled, open_weights
 from ..ops.kv_cache import visible_slots
 from .architecture import layers_of, windows
 from .cache import RaggedCache, cache_argument
@@ -34,28 +35,22 @@ class Layout(NamedTuple):
     Args:
         root: how all names begin.
         parts: how they go on for the `PARTS`. What names no layer is shared.
-        of_target: weights that the target has too.
         hidden_first: the projection reads the hidden state before the embedding.
         repeats_raw: the last layer, when it reads its own output, reads it before the norm (vLLM).
     """
 
     root: str
     parts: tuple[str, ...]
-    of_target: tuple[str, ...] = ()
     hidden_first: bool = False
     repeats_raw: bool = False
 
 
+# Qwen3-Next, Qwen3.5, Mellum.
+QWEN = Layout("mtp.", ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.{k}."))
 LAYOUTS = (
-    # DeepSeek-V3, Kimi K2, GLM-4.5 to 4.7.
-    Layout(
-        "model.layers.{n}.",
-        ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.", ""),
-        of_target=("embed_tokens.weight", "shared_head.head.weight"),
-        repeats_raw=True,
-    ),
-    # Qwen3-Next, Qwen3.5, Mellum.
-    Layout("mtp.", ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.{k}.")),
+    # DeepSeek-V3, Kimi K2, GLM-4.5 to 4.7, Step-3.7.
+    Layout("model.layers.{n}.", ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.", ""), repeats_raw=True),
+    QWEN,
     # MiMo.
     Layout(
         "model.mtp_layers.{k}.",
@@ -92,7 +87,8 @@ class MtpHead(nn.Module):
     def __init__(self, config: PreTrainedConfig, like: nn.Module, layout: Layout) -> None:
         super().__init__()
         self.config, self.layout, self.vocab_size = config, layout, config.vocab_size
-        like = _uncompiled(like)
+        # What `torch.compile` has made has another class.
+        like = getattr(like, "_orig_mod", like)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(MtpLayer(config, like, index, layout.hidden_first) for index in layers)
         self._layer_class = type(like)
@@ -100,11 +96,14 @@ class MtpHead(nn.Module):
         self._types = getattr(config, "layer_types", None) or ["all"] * len(self.layers)
         self._windows = windows(config)
 
-    def check_target(self, target: TransformersModel) -> None:
-        """Raise ValueError if the layers of a target are others."""
-        own, other = self._layer_class, type(_uncompiled(layers_of(target.model)[-1]))
-        if own is not other:
-            raise ValueError(f"draft: the head is for another target: its layers are {own}, the target's {other}")
+    def sizes(self, target: TransformersModel) -> dict[str, tuple[Any, Any]]:
+        """What it must have in common with a target: its own, and the target's."""
+        layer, config = layers_of(target.model)[-1], self.config
+        return {
+            "layers": (self._layer_class, type(getattr(layer, "_orig_mod", layer))),
+            "hidden_size": (config.hidden_size, target.hidden_size),
+            "vocab_size": (config.vocab_size, target.vocab_size),
+        }
 
     def new_cache(self, batch: int, capacity: int) -> RaggedCache:
         return RaggedCache(batch, capacity, len(self.layers))
@@ -139,9 +138,21 @@ class MtpHead(nn.Module):
             raw = layer.block(read, **named, **{self._cache_argument: cache})
         return raw, layer.norm(raw)
 
-    def logits(self, target: TransformersModel, hidden: Tensor) -> Tensor:
-        """[A, n, V] in float32 or less."""
-        return target.head(hidden.to(target.dtype))
+
+class Found(NamedTuple):
+    """The layout of a checkpoint, and how the names of each of its MTP layers begin."""
+
+    layout: Layout
+    roots: list[str]
+
+    def names(self, own: str, like: Tensor, given: Container[str]) -> list[str]:
+        """The published names of what a parameter of `MtpHead` is made of."""
+        _, layer, part, rest = own.split(".", 3)
+        name = self.roots[int(layer)] + self.layout.parts[PARTS.index(part)].format(k=layer) + rest
+        stem, _, last = name.rpartition(".")
+        if last not in EXPERTS or name in given:
+            return [name]
+        return [f"{stem}.{expert}.{each}.weight" for expert in range(len(like)) for each in EXPERTS[last]]
 
 
 def read_mtp_head(
@@ -152,90 +163,72 @@ def read_mtp_head(
     if not source:
         raise ValueError("folder_or_id: expected the checkpoint, because the target does not say where it came from")
     folder = checkpoint_folder(source)
-    files, text = open_weights(folder), model.config.get_text_config(decoder=True)
-    num_layers = text.num_hidden_layers
-    layout, prefix, depth = _layout(files, num_layers)
-    if depth == 0:
-        expected = ", ".join(each.root.format(k=0, n=num_layers) + "*" for each in LAYOUTS)
-        raise ValueError(f"draft: {folder} has no MTP weights that this reads; expected {expected}")
-    for name in COUNTS:
-        if (said := getattr(text, name, None)) not in (None, depth):
-            raise ValueError(f"draft: {folder} has {depth} MTP layers, and the target's config says {name} = {said}")
+    files = open_weights(folder)
+    found = _find(files, model.config.get_text_config(decoder=True), folder)
+    given = {name: read() for name, read in files.items() if name.startswith(tuple(found.roots))}
+    check_floating(given, folder)
+    _take_copies(found.roots, given, model, folder)
+    head = _empty_head(model, found)
+    parameters = head.state_dict()
+    names = {own: found.names(own, parameter, given) for own, parameter in parameters.items()}
+    needed = {name for each in names.values() for name in each}
+    for what, others in (("lacks", needed - given.keys()), ("has unknown", given.keys() - needed)):
+        if others:
+            first = ", ".join(sorted(others)[:3])
+            raise ValueError(f"draft: {folder} {what} MTP weights: {first} ({len(others)} in all)")
+    weights = {}
+    for own, published in names.items():
+        parts = [given[name] for name in published]
+        weights[own] = parts[0] if len(parts) == 1 else torch.cat(parts).unflatten(0, (len(parameters[own]), -1))
+    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return filled(head, weights, folder, model.device, dtype or model.dtype, wide)
+
+
+def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
+    """The MTP weights among these names: of as many layers as the target's config says, without a gap."""
+    tried = []
+    for layout in LAYOUTS:
+        before, is_counted_on = (layout.root + layout.parts[-1]).partition("{")[0], "{n}" in layout.root
+        first = text.num_hidden_layers if is_counted_on else 0
+        tried.append(layout.root.format(k=0, n=first) + "*")
+        # Before them stands the name of the model, if it is part of another.
+        pattern = re.compile(rf"(|.*?\.){re.escape(before)}(\d+)\.")
+        numbered = {int(match[2]) - first: match[1] for name in names if (match := pattern.match(name))}
+        prefixes = {layer: prefix for layer, prefix in numbered.items() if layer >= 0}
+        depth = len(prefixes)
+        if depth == 0:
+            continue
+        if missing := set(range(max(prefixes))) - prefixes.keys():
+            raise ValueError(f"draft: there are MTP weights of layer {max(prefixes)}, and none of layer {min(missing)}")
+        for name in COUNTS:
+            if (said := getattr(text, name, None)) not in (None, depth):
+                raise ValueError(f"draft: {folder} has {depth} MTP layers, the target's config says {name} = {said}")
+        return Found(layout, [prefixes[k] + layout.root.format(k=k, n=first + k) for k in range(depth)])
+    raise ValueError(f"draft: {folder} has no MTP weights that this reads; expected {', '.join(tried)}")
+
+
+def _take_copies(roots: Iterable[str], given: dict[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
+    """Take out what the target has too. It must be equal to the target's own, which is used; values of a target that is
+    quantised cannot be compared."""
+    modules: dict[str, Any] = {"embed_tokens": model.get_input_embeddings()}
+    modules["shared_head.head"] = model.get_output_embeddings()
+    for root, rest in product(roots, modules):
+        name, own = f"{root}{rest}.weight", modules[rest].weight
+        copy = given.pop(name, None)
+        comparable = type(own) in (Tensor, nn.Parameter) and own.is_floating_point()
+        if copy is not None and (copy.shape != own.shape or (comparable and not torch.equal(copy.to(own), own))):
+            raise ValueError(f"draft: {name} in {folder} is not the target's own, which would be used for it")
+
+
+def _empty_head(model: PreTrainedModel, found: Found) -> MtpHead:
     try:
         with torch.device("meta"):
-            head = MtpHead(_layer_config(model.config, depth), layers_of(model)[-1], layout)
+            return MtpHead(_layer_config(model.config, len(found.roots)), layers_of(model)[-1], found.layout)
     # Each family asks for other fields and arguments.
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"target: {type(model).__name__} is no family with MTP layers that are known: {error}"
         ) from error
-
-    def published(name: str, k: int) -> str:
-        return prefix + (layout.root + name).format(k=k, n=num_layers + k)
-
-    layers = range(len(head.layers))
-    roots = tuple({published("", k) for k in layers})
-    given = {name: read() for name, read in files.items() if name.startswith(roots)}
-    for name, tensor in given.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise ValueError(f"draft: the weight {name} in {folder} is quantised ({tensor.dtype}), which is not read")
-    weights, missing, used = {}, [], set()
-    for name in (published(*each) for each in product(layout.of_target, layers)):
-        used.add(name)
-        own_module: Any = model.get_input_embeddings() if "embed" in name else model.get_output_embeddings()
-        _check_same(name, given.get(name), own_module.weight, folder)
-    for name, parameter in head.state_dict().items():
-        _, k, part, rest = name.split(".", 3)
-        own = [published(layout.parts[PARTS.index(part)] + rest, int(k))]
-        stem, _, last = own[0].rpartition(".")
-        if last in EXPERTS and own[0] not in given:
-            own = [f"{stem}.{expert}.{each}.weight" for expert in range(len(parameter)) for each in EXPERTS[last]]
-        used.update(own)
-        missing += [each for each in own if each not in given]
-        if not missing:
-            tensor = given[own[0]]
-            if len(own) > 1:
-                tensor = torch.cat([given[each] for each in own]).unflatten(0, (len(parameter), -1))
-            is_wide = any(each in name for each in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-            weights[name] = tensor.to(model.device, torch.float32 if is_wide else dtype or model.dtype)
-    for what, names in (("lacks", missing), ("has unknown", sorted(given.keys() - used))):
-        if names:
-            raise ValueError(f"draft: {folder} {what} MTP weights: {', '.join(names[:3])} ({len(names)} in all)")
-    try:
-        head.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"draft: the MTP weights in {folder} do not fit {type(model).__name__}: {error}") from error
-    return head.requires_grad_(False).eval()
-
-
-def _layout(names: Iterable[str], num_layers: int) -> tuple[Layout, str, int]:
-    """The layout of the MTP weights among these names, what stands before their names, and the number of layers."""
-    dotted = [f".{name}" for name in names]
-    for layout in LAYOUTS:
-        blocks = [f".{layout.root}{layout.parts[-1]}".format(k=k, n=num_layers + k) for k in range(99)]
-        found = [[name.partition(block)[0] for name in dotted if block in name] for block in blocks]
-        present = [k for k, own in enumerate(found) if own]
-        if missing := set(range(max(present, default=0))) - set(present):
-            raise ValueError(f"draft: there are MTP weights of layer {max(present)}, and none of layer {min(missing)}")
-        if present:
-            return layout, f"{found[0][0]}."[1:], len(present)
-    return LAYOUTS[0], "", 0
-
-
-def _uncompiled(module: Any) -> nn.Module:
-    """The module that `torch.compile` was given, if this is what it has made."""
-    original: nn.Module = getattr(module, "_orig_mod", module)
-    return original
-
-
-def _check_same(name: str, given: Tensor | None, own: Tensor, folder: Path) -> None:
-    """Refuse a copy of a weight of the target that differs from it, as the target's is used. Values of a target that is
-    quantised cannot be compared."""
-    if given is None:
-        return
-    comparable = type(own) in (Tensor, nn.Parameter) and own.is_floating_point()
-    if given.shape != own.shape or (comparable and not torch.equal(given.to(own), own)):
-        raise ValueError(f"draft: {name} in {folder} is not the target's own, which would be used for it")
 
 
 def _layer_config(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:

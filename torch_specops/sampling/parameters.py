@@ -267,19 +267,25 @@ class SamplingTensors:
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return {name: value for name, value in filters.items() if value is not None}
 
-    def draw(self, logits: Tensor, numbers: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def draw(
+        self, logits: Tensor, numbers: Tensor, text: Tensor | None, lengths: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """A draft token of each row, drawn as the target's is. If `coupled`, its distribution is not needed.
 
         Args:
-            logits: [B, V], after processors.
+            logits: [B, 1, V], before processors.
             numbers: [B], uniforms; if `coupled`, the seeds of the rows.
-            lengths: [B] int64, of the texts with the drafts before this one.
+            text: as in `process`; None where there are no processors.
+            lengths: [B, 1] int64, of the texts with the drafts before this one.
 
         Returns:
-            The token [B], and the `logits` and the `lse` [B] of its `Draft`, None if `coupled`.
+            The token [B], and the `logits` [B, V] and the `lse` [B] of its `Draft`, None if `coupled`.
         """
+        if text is not None:
+            logits = self.process(logits, text, lengths)
+        logits = logits[:, -1]
         if self.coupled:
-            return sample_gumbel(logits, numbers, lengths, self.temperature, **self.filters), None, None
+            return sample_gumbel(logits, numbers, lengths.squeeze(1), self.temperature, **self.filters), None, None
         tokens, lse = sample(logits, numbers, self.temperature, **self.filters)
         return tokens, logits, lse
 
