@@ -2,11 +2,15 @@
 
     python benchmarks/bench_drafts.py lookup --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
     python benchmarks/bench_drafts.py trained --threads 2 [--batch 8] [--compile] [--out FILE.json]
+    python benchmarks/bench_drafts.py verify --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
 
 lookup    drafts that are looked up in the text, greedy. The prompts are those of `torch-specops bench` and four more.
           "suffix lookup, memory" has the outputs of all prompts before; a round begins with an empty memory
 trained   the drafts of the byte-level target: its MTP layer, EAGLE-3 head and draft model, and prompt lookup beside
           them, at temperatures 0 and 1. The prompts are pieces of held-out text
+verify    a model draft verified by "exact", "block" and "gumbel", at temperatures 0.7 and 1, with top-p 0.9: of the
+          byte-level target its draft model, of another target an int8 copy. `alpha` is the mean acceptance rate that
+          exact verification and the coupling have by their formulas, over the new tokens of the texts
 
 The drafts take turns. The first round compiles and warms up; times are medians of the others. Tokens per step are those
 of a row, over all steps; `by_prompt` has them for every call.
@@ -27,12 +31,12 @@ from rich.progress import Progress
 from timing import Report, environment, options_of, settings_of
 from torch import Tensor
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder, analysis, filter_logits
 from torch_specops.cli.bench import PROMPTS
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, HEADS, load_model, load_tokenizer
 from torch_specops.cli.models import PROMPT_LOOKUP, encode, load_models
 from torch_specops.decode import GenerationStats
-from torch_specops.drafts import MTP, Eagle3, PromptLookup, SuffixLookup
+from torch_specops.drafts import MTP, Eagle3, PromptLookup, SuffixLookup, quantised_copy
 from torch_specops.hf import TransformersModel
 
 HELDOUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "austen_heldout.txt"
@@ -57,6 +61,8 @@ class Subject(NamedTuple):
     prompts: list[Tensor]
     temperatures: tuple[float, ...]
     num_draft_tokens: list[int]
+    modes: tuple[str | None, ...] = (None,)
+    top_p: float = 1.0
 
 
 def lookup(options: argparse.Namespace, device: torch.device) -> Subject:
@@ -79,10 +85,37 @@ def trained(options: argparse.Namespace, device: torch.device) -> Subject:
     return Subject(target, drafts, list(pieces[:, :PROMPT_LENGTH].split(options.batch)), (0.0, 1.0), [2, 4, 6])
 
 
+def verify(options: argparse.Namespace, device: torch.device) -> Subject:
+    if options.target == AUSTEN:
+        model = load_model(AUSTEN_DRAFT, device).model
+        own = trained(options, device)._replace(drafts={"draft model": lambda: model})
+    else:
+        own = lookup(options, device)
+        copy = quantised_copy(own.target.model)
+        own = own._replace(drafts={"int8 copy": lambda: copy})
+    return own._replace(temperatures=(0.7, 1.0), num_draft_tokens=[4], modes=("exact", "block", "gumbel"), top_p=0.9)
+
+
+@torch.no_grad()
+def acceptance_rates(
+    target: Any, draft: Any, texts: list[tuple[Tensor, int]], temperature: float, top_p: float
+) -> dict[str, float]:
+    """By formula, the mean over the tokens of texts [1, L] behind their prompts."""
+    rates: dict[str, list[Tensor]] = {"exact": [], "gumbel": []}
+    for text, start in texts:
+        rows = []
+        for model in (target, draft):
+            logits = model(text).logits[0, start - 1 : -1].float()
+            rows.append(filter_logits(logits, temperature, top_p=top_p))
+        rates["exact"].append(analysis.acceptance_probability(*rows, temperature))
+        rates["gumbel"].append(analysis.coupled_acceptance_probability(*rows, temperature))
+    return {name: float(torch.cat(found).mean()) for name, found in rates.items()}
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=3)
-    parser.add_argument("kind", choices=["lookup", "trained"])
-    parser.add_argument("--target", default="smollm2-135m-instruct", help="of lookup")
+    parser.add_argument("kind", choices=["lookup", "trained", "verify"])
+    parser.add_argument("--target", help="default: smollm2-135m-instruct for lookup, austen-bytes for verify")
     parser.add_argument("--eagle3", help="a folder, of trained; default: the head in the package")
     parser.add_argument("--mtp", help="a folder, of trained; default: the target's")
     parser.add_argument("--prompts", type=int, default=16, help="at most 12 for lookup")
@@ -93,20 +126,23 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    subject = {"lookup": lookup, "trained": trained}[options.kind](options, device)
+    options.target = options.target or (AUSTEN if options.kind == "verify" else "smollm2-135m-instruct")
+    subject = {"lookup": lookup, "trained": trained, "verify": verify}[options.kind](options, device)
     max_length = max(prompt.shape[1] for prompt in subject.prompts) + options.new_tokens
     counts = options.num_draft_tokens or subject.num_draft_tokens
     decoders = {}
-    for name, count in [("no draft", 0), *((name, count) for count in counts for name in subject.drafts)]:
+    ways = [(name, count, mode) for count in counts for name in subject.drafts for mode in subject.modes]
+    for name, count, mode in [("no draft", 0, None), *ways]:
         draft = subject.drafts[name]() if count else None
         how = {"num_draft_tokens": max(count, 1), "compile": options.compile, "max_length": max_length}
-        decoders[name, count] = SpeculativeDecoder(subject.target.model, draft, **how)
+        decoders[name, count, mode] = SpeculativeDecoder(subject.target.model, draft, verify=mode, **how)
     # Of every round, the statistics for each batch of prompts.
-    runs: dict[tuple[str, int, float], list[list[GenerationStats]]] = {}
+    runs: dict[tuple[str, int, str | None, float], list[list[GenerationStats]]] = {}
+    sampled: dict[float, list[tuple[Tensor, int]]] = {temperature: [] for temperature in subject.temperatures}
     with Progress(transient=True) as progress:
-        for _ in progress.track(range(options.rounds + 1), description="rounds"):
+        for number_of_round in progress.track(range(options.rounds + 1), description="rounds"):
             for temperature in subject.temperatures:
-                sampling = SamplingParams(temperature=temperature)
+                sampling = SamplingParams(temperature=temperature, top_p=subject.top_p)
                 for key, decoder in decoders.items():
                     if isinstance(decoder.draft, SuffixLookup):
                         decoder.draft.forget()
@@ -118,20 +154,30 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                         output = decoder.generate(prompt, sampling=sampling, **how)
                         runs[(*key, temperature)][-1].append(output.stats)
                         texts.add(tuple(output.sequences.flatten().tolist()))
+                        if number_of_round == 0 and key[2] == "exact":
+                            sampled[temperature] += [(row[None], prompt.shape[1]) for row in output.sequences]
                     if options.kind == "lookup" and len(texts) > 1:
                         raise RuntimeError(f"prompts {number}: the greedy outputs differ")
     report = Report(options.out, environment(device), arguments=settings_of(options))
     fields = ("num_tokens", "num_accepted", "num_proposed", "num_row_steps")
-    for (name, count, temperature), rounds in runs.items():
+    if options.kind == "verify":
+        ((_, model),) = ((name, build()) for name, build in subject.drafts.items())
+        rates = {t: acceptance_rates(subject.target.model, model, sampled[t], t, subject.top_p) for t in sampled}
+    for (name, count, mode, temperature), rounds in runs.items():
         num_tokens, accepted, proposed, steps = (sum(getattr(each, field) for each in rounds[-1]) for field in fields)
         seconds = statistics.median(sum(each.seconds for each in own) for own in rounds[1:])
         record = {"draft": name, "num_draft_tokens": count, "temperature": temperature}
+        if options.kind == "verify":
+            record |= {"verify": rounds[-1][0].verify, "alpha": rates[temperature].get(mode or "")}
         record |= {"acceptance_rate": accepted / proposed if proposed else None, "drafts_per_step": proposed / steps}
         record |= {"mean_acceptance_length": num_tokens / steps}
         record |= {"by_prompt": [each.mean_acceptance_length for each in rounds[-1]]}
         report.add([record | {"seconds": seconds, "tokens_per_second": num_tokens / seconds}])
     line = "{temperature} | {draft} | {num_draft_tokens} | {mean_acceptance_length:.2f} | {tokens_per_second:.0f}"
-    print(table("temperature | draft | K | tokens per step | tokens/s", line, report.records, padded=True))
+    heads = "temperature | draft | K | tokens per step | tokens/s"
+    if options.kind == "verify":
+        heads, line = f"{heads} | verify | alpha", line + " | {verify} | {alpha}"
+    print(table(heads, line, report.records, padded=True))
     return report.records
 
 

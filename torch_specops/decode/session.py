@@ -30,9 +30,10 @@ __all__ = ["Session", "completions_of"]
 class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes one.
 
-    With a constant schedule a request gets the tokens that `generate` gives it alone with the same seed, up to the
-    rounding of the models, unless its draft remembers other sequences (`SuffixLookup`). An error of a model ends all
-    requests and closes the session; that of one request is in its completion. `with` closes the session at its end.
+    A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models: with
+    `verify="gumbel"` always, otherwise with a constant schedule and a draft that does not remember other sequences
+    (`SuffixLookup`). An error of a model ends all requests and closes the session; that of one request is in its
+    completion. `with` closes the session at its end.
 
     Examples:
         >>> import threading, transformers, torch_specops
