@@ -159,3 +159,12 @@ def test_trained_drafts_are_compared(tmp_path: Path) -> None:
     found = {(each["draft"], each["temperature"]): each["mean_acceptance_length"] for each in records}
     assert len(found) == 10 and found["no draft", 0.0] == found["no draft", 1.0] == 1.0
     assert min(found[draft, temperature] for draft in ("draft model", "MTP layer") for temperature in (0.0, 1.0)) > 2
+
+
+def test_laws_of_verification_are_compared() -> None:
+    options = ["--prompts", "2", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
+    records = script("bench_drafts").main(["verify", *options])
+    found = {(each["verify"], each["temperature"]): each for each in records if each["draft"] != "no draft"}
+    assert len(found) == 6 and all(each["mean_acceptance_length"] > 1 for each in found.values())
+    for temperature in (0.7, 1.0):
+        assert 0.5 < found["gumbel", temperature]["alpha"] < found["exact", temperature]["alpha"] < 1

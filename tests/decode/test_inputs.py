@@ -182,7 +182,7 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
     ({"schedule": "fast"}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
     ({"schedule": "fast", "draft": None}, ValueError, r"schedule: expected 'constant', .* or a Schedule, got 'fast'"),
-    ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block' or 'sigmoid', got 'typical'"),
+    ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block', 'gumbel' or 'sigmoid', got 'typical'"),
     ({"verify": "sigmoid", "draft": None}, ValueError, SIGMOID),
     ({"verify": "sigmoid", "draft": PromptLookup()}, ValueError, SIGMOID),
     ({"lenience": 0.0}, ValueError, r"lenience: expected a number in \(0, 1\], got 0"),

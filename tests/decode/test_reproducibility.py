@@ -39,8 +39,8 @@ def source(kind: str, device: str = "cpu") -> DraftSource | None:
     return PromptLookup(min_ngram=1) if kind == "lookup" else None
 
 
-def decoder(kind: str, device: str = "cpu") -> SpeculativeDecoder:
-    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), num_draft_tokens=3)
+def decoder(kind: str, device: str = "cpu", verify: str | None = None) -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), num_draft_tokens=3, verify=verify)
 
 
 def arguments(chosen: list[int]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[in
     monkeypatch.setattr(step, "verification_uniforms", verification_uniforms)
     monkeypatch.setattr(model, "uniforms", uniforms)
     monkeypatch.setattr(ngram, "uniforms", uniforms)
-    decoder(kind).generate(**arguments([1]))
+    decoder(kind, verify="exact").generate(**arguments([1]))
     return used
 
 
@@ -120,8 +120,8 @@ def test_no_number_is_used_twice(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_number_that_is_used_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong draft that proposes with the numbers of the acceptance tests."""
 
-    def draws(self: ModelDraft, seeds: Tensor, lengths: Tensor, n: int, temperature: Tensor) -> Tensor:
-        return model.uniforms(seeds, lengths, n, "accept")
+    def numbers(self: ModelDraft, seeds: Tensor, lengths: Tensor, n: int, sampling: Any) -> Any:
+        return model.uniforms(seeds, lengths, n, "accept").unbind(1)
 
-    monkeypatch.setattr(ModelDraft, "_draws", draws)
+    monkeypatch.setattr(ModelDraft, "_numbers", numbers)
     assert set(numbers_used("model", monkeypatch).values()) == {1, 2}

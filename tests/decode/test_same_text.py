@@ -160,6 +160,13 @@ def test_no_way_in_changes_the_text() -> None:
         assert is_expected(found), way
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nothing", "prompt lookup", "perturbed", "eagle 3"])
+def test_compiled_steps_change_no_text(kind: str, fresh_dynamo: None) -> None:
+    output = decoder(kind, compile=True).generate(**arguments())
+    assert is_expected(new_tokens(output)) and output.stats.compiled.startswith("compiled")
+
+
 def test_a_grammar_gives_one_text_with_every_draft() -> None:
     found = []
     for kind in ("nothing", "prompt lookup", "perturbed", "dflash"):
