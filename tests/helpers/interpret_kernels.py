@@ -23,14 +23,20 @@ import triton.language as tl
 import triton_interpreter
 from torch import Tensor
 
-from torch_specops.ops.arguments import Filters, SigmoidArguments, VerifyArguments
-from torch_specops.ops.cuda import attention, block, exact, filter, launch, sample, sigmoid
+from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
+from torch_specops.ops.cuda import attention, block, exact, filter, gumbel, launch, sample, sigmoid
 
 FILTERS = {"top_k", "top_p", "min_p"}
 
 
 def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
     """The launcher of an op, given the op's arguments."""
+    if op == "verify_gumbel":
+        return gumbel.verify_gumbel(GumbelArguments(**args), tile=tile)
+    if op == "sample_gumbel":
+        rest = dict(args)
+        given = GumbelArguments(rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(len(args["seeds"]), 0), **rest)
+        return (gumbel.verify_gumbel(given, tile=tile)[0].squeeze(1),)
     if op.startswith("verify"):
         given = SigmoidArguments(**args) if op == "verify_sigmoid" else VerifyArguments(**args)
         module = {"verify_exact": exact, "verify_block": block, "verify_sigmoid": sigmoid}[op]
@@ -50,7 +56,7 @@ def shift_rows(args: dict[str, Any]) -> None:
     """Add another constant to every row of logits: no distribution changes, but the bounds of one row are of no use to
     any other."""
     for name in ("target_logits", "draft_logits"):
-        if args[name] is None:
+        if args.get(name) is None:
             continue
         batch, rows, _ = args[name].shape
         shift = 8.0 * torch.arange(batch * rows).view(batch, rows).remainder(5) - (

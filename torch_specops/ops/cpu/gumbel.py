@@ -171,7 +171,7 @@ def dense(given: GumbelArguments) -> tuple[Tensor, Tensor]:
 
 
 def _noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """[B, C, 2] -> g [B, C, V] float32. Words are held in int64, which their products do not exceed."""
+    """[B, C, 2] -> g [B, C, V] float32. Words are held in int64, and what a product loses is above the low 32 bits."""
     x = (torch.arange(vocab_size, device=keys.device) * WEYL & MASK) ^ keys[..., :1]
     x = (x ^ x >> SHIFTS[0]) * (keys[..., 1:] | 1) & MASK
     x = (x ^ x >> SHIFTS[1]) * FACTOR & MASK
