@@ -18,6 +18,8 @@ from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArgumen
 VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel")
 OPS = (*VERIFY_OPS, "sample", "sample_gumbel", "filter_logits")
 FILTERS = ("top_k", "top_p", "min_p")
+# Seeds and positions, of which all words count.
+NOISE_PLACES = [(0, 0), (7, 2**32 - 1), (-1, 5), (2**62 + 12345, 2**40 + 3), (-(2**63), 2**63 - 1)]
 
 
 def op_arguments(

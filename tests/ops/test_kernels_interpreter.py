@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from attention_cases import CASES
+from op_cases import NOISE_PLACES
+
+from torch_specops import reference
 
 pytest.importorskip("triton")
 
@@ -100,6 +103,10 @@ def test_kernels_agree_with_the_oracle(
     least = {"plain": 30, "filtered": 10}.get(kind, len(kind.split(",")))
     assert report["cases"] >= least * len(vocab_sizes)
     assert report["rounding"] <= 0.01 * report["rows"]
+
+
+def test_the_hash_of_the_noise_is_the_oracles() -> None:
+    assert interpret("hashes") == [reference.noise_hash(*place, 64).tolist() for place in NOISE_PLACES]
 
 
 def test_attention_agrees_with_the_oracle() -> None:

@@ -171,9 +171,13 @@ def dense(given: GumbelArguments) -> tuple[Tensor, Tensor]:
 
 
 def _noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """[B, C, 2] -> g [B, C, V] float32. Words are held in int64, and what a product loses is above the low 32 bits."""
+    """[B, C, 2] -> g [B, C, V] float32."""
+    w = ((dense_hashes(keys, vocab_size).float() + 0.5) * 2.0**-32).clamp(max=LARGEST)
+    return -torch.log(-torch.log1p(-w))
+
+
+def dense_hashes(keys: Tensor, vocab_size: int) -> Tensor:
+    """`hashes` [..., V] in int64. What a product of 64 bits loses is above its low 32 bits."""
     x = (torch.arange(vocab_size, device=keys.device) * WEYL & MASK) ^ keys[..., :1]
     x = (x ^ x >> SHIFTS[0]) * (keys[..., 1:] | 1) & MASK
-    x = (x ^ x >> SHIFTS[1]) * FACTOR & MASK
-    w = ((x.float() + 0.5) * 2.0**-32).clamp(max=LARGEST)
-    return -torch.log(-torch.log1p(-w))
+    return (x ^ x >> SHIFTS[1]) * FACTOR & MASK
