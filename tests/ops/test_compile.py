@@ -24,7 +24,7 @@ def assert_one_graph() -> None:
     assert not counters["graph_break"]
 
 
-SLOW = [(op, "inductor", False) for op in OPS[:-1] if not op.endswith("gumbel")]
+SLOW = [(op, "inductor", False) for op in OPS[:-1]]
 SLOW += [(op, "inductor", True) for op in ("filter_logits", "verify_exact")]
 
 
