@@ -256,7 +256,7 @@ def test_rounding_is_told_from_a_mistake() -> None:
         assert rounding_rows(case).sum() == comparison.rounding
 
 
-@pytest.mark.parametrize("op", (*VERIFY_OPS[:3], "sample"))
+@pytest.mark.parametrize("op", [*VERIFY_OPS[:3], "sample"])
 def test_an_unlikely_token_next_to_the_uniform_is_rounding(op: str) -> None:
     """Two likely tokens, between them others of 1e-9 down to 1e-26, and excluded ones: row b draws token b."""
     logits = torch.full((67, 67), -math.inf)
