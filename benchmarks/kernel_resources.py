@@ -28,7 +28,7 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_specops.ops.cuda import accept, attention, block, exact, launch, sample, sigmoid, stats
+from torch_specops.ops.cuda import accept, attention, block, exact, gumbel, launch, sample, sigmoid, stats
 from torch_specops.ops.cuda.filter import bounds, groups, logits, search
 
 TARGETS = {
@@ -45,6 +45,8 @@ KERNELS = {
     "verify_block.draw": block.draw_kernel,
     "verify_sigmoid.score": sigmoid.score_kernel,
     "verify_sigmoid.draw": sigmoid.draw_kernel,
+    "verify_gumbel.score": gumbel.score_kernel,
+    "verify_gumbel.match": gumbel.match_kernel,
     "sample.stats": sample.stats_kernel,
     "sample.draw": sample.draw_kernel,
     "filter.group": groups.group_kernel,
@@ -74,7 +76,8 @@ ABSENT_WITHOUT = {
     "FILTERED": ("bounds_ptr", "draft_bounds_ptr"),
     "ARGMAX_LENIENT": ("argmax_gap",),
 }
-TYPES = dict.fromkeys(("draft_tokens_ptr", "num_accepted_ptr", "output_tokens_ptr", "tokens_ptr", "top_k_ptr"), "*i64")
+TYPES = dict.fromkeys(("num_accepted_ptr", "output_tokens_ptr", "tokens_ptr", "top_k_ptr"), "*i64")
+TYPES |= dict.fromkeys(("draft_tokens_ptr", "seeds_ptr", "positions_ptr"), "*i64")
 TYPES |= {"ratio_ptr": "*fp64", "reach_ptr": "*fp64", "count_ptr": "*i32", "part_ptr": "*i32", "token_ptr": "*i32"}
 TYPES |= dict.fromkeys(("lenience", "argmax_gap", "alpha", "inverse_range", "lowest"), "fp32")
 # A number of the launcher's own, never symbolic.

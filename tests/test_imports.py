@@ -29,7 +29,7 @@ ALLOWED = {
     "inductor": {"ops"},
     "vocab_parallel": {"checks", "ops", "ops/cpu"},
     "ops": {"checks", "ops/cpu", "ops/cuda"},
-    "ops/cpu": {"ops/arguments", "ops/tracing"},
+    "ops/cpu": {"ops/arguments", "ops/tracing", "ops/uniforms"},
     "ops/cuda": {"ops/arguments", "ops/private"},
     "analysis": {"checks"},
     "schedules": {"checks"},
@@ -40,6 +40,7 @@ ALLOWED = {
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
+    "numpy": {"ops/cpu"},
     "triton": {"ops/cuda"},
     "transformers": {"cli", "hf"},
     "tokenizers": {"cli"},
@@ -172,11 +173,11 @@ def run_python(source: str) -> str:
     return done.stdout
 
 
-def test_an_import_brings_in_torch_alone() -> None:
+def test_an_import_brings_in_torch_and_numpy_alone() -> None:
     """Nothing else that is installed. Submodules are loaded when they are used; so is `hf`, which takes long."""
     names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
     first, second, last = run_python(f"""
-import sys, torch
+import sys, numpy, torch
 before = set(sys.modules)
 import torch_specops
 print(*set(sys.modules) - before)
@@ -196,7 +197,7 @@ print(*(getattr(torch_specops, name).__name__ for name in {names}))
     assert not set(last.split()) & set(first.split())
 
 
-def test_cpu_ops_need_nothing_but_torch() -> None:
+def test_cpu_ops_need_nothing_but_torch_and_numpy() -> None:
     run_python("""
 import sys
 import torch
@@ -210,6 +211,7 @@ tokens, lse = torch_specops.sample(draft.flatten(0, 1), propose.flatten())
 for op in torch_specops.verify_exact, torch_specops.verify_block, torch_specops.verify_sigmoid:
     output, num_accepted = op(target, tokens.view(2, 2), draft, accept, torch.zeros(2))
     assert num_accepted.tolist() == [2, 2], num_accepted
+assert torch_specops.verify_gumbel(target, tokens.view(2, 2), seeds, positions)[0].shape == (2, 3)
 torch_specops.filter_logits(draft[:, 0], top_p=torch.tensor([0.5, 1.0]))
 # It takes seconds to import.
 assert "torch._dynamo" not in sys.modules

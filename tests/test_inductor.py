@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import op_arguments
+from op_cases import VERIFY_OPS, op_arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -35,7 +35,7 @@ def inputs(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     given = op_arguments(op, BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype, filtered=False)
     more = {name for name, value in given.items() if not isinstance(value, Tensor)} | {"temperature", "draft_lse"}
     given = {name: value for name, value in given.items() if name not in more}
-    rows = given["logits" if op == "sample" else "target_logits"]
+    rows = given["target_logits" if op in VERIFY_OPS else "logits"]
     rows[::5, ..., 7], rows[1::7, ..., 3], rows[2::7, ..., 5], rows[3::9] = -torch.inf, torch.inf, torch.nan, 0.0
     return given
 
@@ -62,7 +62,7 @@ def assert_same(got: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", ["verify_exact", "verify_block", "verify_sigmoid", "sample"])
+@pytest.mark.parametrize("op", [*VERIFY_OPS, "sample", "sample_gumbel"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
     more: dict[str, Any] = {"alpha": -4.0, "beta": 3.0} if op == "verify_sigmoid" else FILTERS
@@ -74,7 +74,7 @@ def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
     # Of float32 logits `.float()` is no cast; the pass takes it for a copy.
     for dtype, first in ((torch.bfloat16, "cast"), (torch.float16, "cast"), (torch.float32, "copy")):
         absorbed, outputs = run(step, inputs(op, dtype), dynamic=dynamic)
-        assert absorbed == Counter((first, "copy", "division") * (1 if op == "sample" else 2))
+        assert absorbed == Counter((first, "copy", "division") * (2 if op in VERIFY_OPS[:3] else 1))
         assert_same(outputs, step(**inputs(op, dtype)))
 
 

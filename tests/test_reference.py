@@ -338,3 +338,30 @@ def test_sigmoid_law() -> None:
     # Only token 0 has a score above the draft's.
     expected[0,] = 1 - sum(accept)
     assert law == expected
+
+
+def test_gumbel_draws_the_least_exponential_number() -> None:
+    """-log u(v) / p(v) with u = exp(-exp(-g)); and special rows."""
+    logits = torch.randn(200, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seeds, positions = torch.arange(200), torch.arange(200) % 7
+    for t in (1.0, 0.3):
+        noise = torch.stack([reference.gumbel_noise(s, s % 7, 9) for s in range(200)])
+        race = torch.exp(-noise) / torch.softmax(logits / t, 1)
+        assert torch.equal(reference.sample_gumbel(logits, seeds, positions, t), race.argmin(1))
+    rows = torch.tensor(
+        [[0.0, 2.0, 2.0], [-math.inf, math.nan, -math.inf], [-math.inf, 0.0, -math.inf], [1.0, 0.0, 0.0]]
+    )
+    temperature = torch.tensor([0.0, 1.0, math.inf, -1.0])
+    zeros = torch.zeros(4, dtype=torch.int64)
+    assert reference.sample_gumbel(rows, zeros, zeros, temperature).tolist() == [1, -1, 1, -1]
+
+
+def test_gumbel_verification_keeps_leading_matches() -> None:
+    target = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(1)).expand(5, 4, 50)
+    seeds, positions = torch.full((5,), 3), torch.full((5,), 10)
+    y = torch.cat([reference.sample_gumbel(target[:1, i], seeds[:1], positions[:1] + i) for i in range(4)])
+    drafts = y[:3].repeat(5, 1)
+    drafts[0, 0], drafts[1, 1], drafts[2, 2], drafts[3, 1] = (y[0] + 1) % 50, (y[1] + 1) % 50, -1, 50
+    output, n = reference.verify_gumbel(target, drafts, seeds, positions)
+    assert n.tolist() == [0, 1, 2, 1, 3]
+    assert all(row.tolist() == [*y[: k + 1].tolist(), *[-1] * (3 - k)] for row, k in zip(output, n, strict=True))

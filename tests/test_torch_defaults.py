@@ -38,6 +38,7 @@ def ops(vocab_size: int) -> Callable[[], Any]:
     target, draft = (torch.randn(3, count, vocab_size, generator=generator) for count in (4, 3))
     drafts = torch.randint(vocab_size, (3, 3), generator=generator)
     numbers = torch.rand(3, 3, generator=generator), torch.rand(3, generator=generator), torch.tensor([0.7, 0.0, 1.1])
+    noise = torch.tensor([1, 2, 3]), torch.tensor([0, 5, 2**33])
     filters = {"top_k": torch.tensor([50, 0, 0]), "top_p": torch.tensor([0.9, 1.0, 0.8]), "min_p": 0.001}
 
     def call() -> Any:
@@ -46,6 +47,8 @@ def ops(vocab_size: int) -> Callable[[], Any]:
             for op in (torch_specops.verify_exact, torch_specops.verify_block):
                 found += [*op(target, drafts, draft, *numbers, **own), *op(target, drafts, None, *numbers, **own)]
             found += torch_specops.sample(target[:, 0], *numbers[1:], **own)
+            found += torch_specops.verify_gumbel(target, drafts, *noise, numbers[2], **own)
+            found.append(torch_specops.sample_gumbel(target[:, 0], *noise, numbers[2], **own))
         scores = torch_specops.verify_sigmoid(target, drafts, draft, *numbers[:2], -10.0, 10.0, numbers[2])
         return [*found, *scores, torch_specops.filter_logits(target[:, 0], numbers[2], **filters)]
 

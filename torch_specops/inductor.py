@@ -51,7 +51,8 @@ CustomGraphPass: Any
 config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
 # A graph names an op or its one overload.
-_OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.sample}
+_OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.verify_gumbel}
+_OPS |= {_specops.sample, _specops.sample_gumbel}
 _OPS |= {op.default for op in _OPS}
 # Methods by their names. The dtypes and shapes of input and result tell what a call really does.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
@@ -143,7 +144,8 @@ def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
     is_wanted = is_exact or (any_temperature and given.get("draft_lse") is None)
     if is_wanted and given.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
         if divisor != 1:
-            given["temperature"] = _temperature(op, divisor, given.get("uniforms", given.get("sample_uniforms")))
+            like = next(given[name] for name in ("uniforms", "sample_uniforms", "positions") if name in given)
+            given["temperature"] = _temperature(op, divisor, like)
     else:
         steps = {name: list(takewhile(lambda step: step[0] != "division", each)) for name, each in steps.items()}
     op.args, op.kwargs = (), given | {name: each[-1][1].args[0] for name, each in steps.items() if each}
@@ -202,12 +204,12 @@ def _same_divisor(one: Any, other: Any) -> bool:
     return _same(*views) and _memory(one) == _memory(other)
 
 
-def _temperature(op: Node, divisor: Any, uniforms: Any) -> Node:
-    """[B] or [N] float32, as many as there are uniform numbers; computed just before the op."""
+def _temperature(op: Node, divisor: Any, like: Any) -> Node:
+    """[B] or [N] float32, as many as there are entries of a tensor; computed just before the op."""
     with op.graph.inserting_before(op):
         if isinstance(divisor, Node):
-            return op.graph.call_method("expand_as", (op.graph.call_method("reshape", (divisor, -1)), uniforms))
-        return op.graph.call_function(torch.full_like, (uniforms, divisor), {"dtype": torch.float32})
+            return op.graph.call_method("expand_as", (op.graph.call_method("reshape", (divisor, -1)), like))
+        return op.graph.call_function(torch.full_like, (like, divisor), {"dtype": torch.float32})
 
 
 def _unchanged(source: Node, start: Node, end: Node) -> bool:

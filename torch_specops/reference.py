@@ -407,15 +407,18 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
     return c0, c1
 
 
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """[V] g(v) = -log(-log u(v)), with u(v) = 1 - w(v), and w(v) = (h(v) + 1/2) / 2**32 from a 32-bit hash of v."""
+def noise_hash(seed: int, position: int, vocab_size: int) -> Tensor:
+    """[V] int64, of each token h(v) in [0, 2**32)."""
     k0, k1 = noise_keys(seed, position)
-    h = []
-    for v in range(vocab_size):
-        x = v * 0x9E3779B9 & MASK ^ k0
-        x = (x ^ x >> 16) * (k1 | 1) & MASK
-        h.append((x ^ x >> 15) * 0x735A2D97 & MASK)
-    w = (torch.tensor(h, dtype=torch.float64) + 0.5) / 2**32
+    x = torch.arange(vocab_size) * 0x9E3779B9 & MASK ^ k0
+    # A product of 64 bits wraps around, which leaves its low half.
+    x = (x ^ x >> 16) * (k1 | 1) & MASK
+    return (x ^ x >> 15) * 0x735A2D97 & MASK
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    """[V] g(v) = -log(-log u(v)), with u(v) = 1 - w(v) and w(v) = (h(v) + 1/2) / 2**32."""
+    w = (noise_hash(seed, position, vocab_size).double() + 0.5) / 2**32
     return -torch.log(-torch.log1p(-w))
 
 

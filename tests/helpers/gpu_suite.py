@@ -29,7 +29,9 @@ TYPICAL = {
     "verify_exact": "filters_temperature",
     "verify_block": "bf16_fp16",
     "verify_sigmoid": "bf16_fp16",
+    "verify_gumbel": "filters_temperature",
     "sample": "filters_temperature",
+    "sample_gumbel": "filters_temperature",
     "filter_logits": "filters_temperature",
 }
 
@@ -112,7 +114,7 @@ SMOKE_VOCAB_SIZES = (17, 67) if STAND_IN else (17, 1025, 50_257)
 
 
 def is_smoke(op: str, vocab_size: int, name: str) -> bool:
-    smoke_name = TYPICAL[op] if op in ("sample", "filter_logits") else "bf16_fp16"
+    smoke_name = TYPICAL[op] if not op.startswith("verify") else "bf16_fp16"
     return vocab_size in SMOKE_VOCAB_SIZES and name == smoke_name
 
 

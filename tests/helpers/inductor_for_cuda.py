@@ -196,6 +196,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool
     "one-hot": (partial(torch_specops.verify_exact, draft_logits=None), one_hot, False),
     "verify_block": (torch_specops.verify_block, drafts, False),
     "verify_sigmoid": (torch_specops.verify_sigmoid, drafts, False),
+    "verify_gumbel": (torch_specops.verify_gumbel, given("verify_gumbel"), False),
     "sample": (torch_specops.sample, given("sample"), False),
     "filters": (torch_specops.sample, given("sample", "temperature, filters"), False),
     "processors": (process, processors, False),

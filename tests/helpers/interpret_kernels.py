@@ -4,6 +4,7 @@ A script of its own because TRITON_INTERPRET must be set before a kernel is defi
     TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py ops OP KIND TILE VOCAB_SIZE [VOCAB_SIZE ...]
     TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py attention
     TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py reads
+    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py hashes
 KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
 with commas between.
 """
@@ -17,20 +18,28 @@ from unittest import mock
 
 import attention_cases
 import numpy as np
+import op_cases
 import oracle
 import torch
+import triton
 import triton.language as tl
 import triton_interpreter
 from torch import Tensor
 
-from torch_specops.ops.arguments import Filters, SigmoidArguments, VerifyArguments
-from torch_specops.ops.cuda import attention, block, exact, filter, launch, sample, sigmoid
+from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
+from torch_specops.ops.cuda import attention, block, exact, filter, gumbel, launch, sample, sigmoid
 
 FILTERS = {"top_k", "top_p", "min_p"}
 
 
 def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
     """The launcher of an op, given the op's arguments."""
+    if op == "verify_gumbel":
+        return gumbel.verify_gumbel(GumbelArguments(**args), tile=tile)
+    if op == "sample_gumbel":
+        rest = dict(args)
+        given = GumbelArguments(rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(len(args["seeds"]), 0), **rest)
+        return (gumbel.verify_gumbel(given, tile=tile)[0].squeeze(1),)
     if op.startswith("verify"):
         given = SigmoidArguments(**args) if op == "verify_sigmoid" else VerifyArguments(**args)
         module = {"verify_exact": exact, "verify_block": block, "verify_sigmoid": sigmoid}[op]
@@ -50,7 +59,7 @@ def shift_rows(args: dict[str, Any]) -> None:
     """Add another constant to every row of logits: no distribution changes, but the bounds of one row are of no use to
     any other."""
     for name in ("target_logits", "draft_logits"):
-        if args[name] is None:
+        if args.get(name) is None:
             continue
         batch, rows, _ = args[name].shape
         shift = 8.0 * torch.arange(batch * rows).view(batch, rows).remainder(5) - (
@@ -160,6 +169,22 @@ def reads() -> dict[str, Any]:
     return {"sequences": SEQUENCES, "rows": {kind: reads_of(kind) for kind in kinds}}
 
 
+@triton.jit
+def hash_kernel(seeds_ptr, positions_ptr, output_ptr, V: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    key_0, key_1 = gumbel.noise_keys(seeds_ptr, positions_ptr, b, 0)
+    v = tl.arange(0, V)
+    tl.store(output_ptr + b * V + v, gumbel.token_hash(v, key_0, key_1).to(tl.int64))
+
+
+def hashes() -> list[list[int]]:
+    """Of the first tokens at every one of `NOISE_PLACES`."""
+    seeds, positions = torch.tensor(op_cases.NOISE_PLACES).T.contiguous()
+    output = torch.empty(len(seeds), 64, dtype=torch.int64)
+    hash_kernel[(len(seeds),)](seeds, positions, output, output.shape[1])
+    return output.tolist()
+
+
 if __name__ == "__main__":
     triton_interpreter.prepare()
     command, *rest = sys.argv[1:]
@@ -167,5 +192,5 @@ if __name__ == "__main__":
         op, kind, tile, *vocab_sizes = rest
         found: Any = compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])
     else:
-        found = compare_attention() if command == "attention" else reads()
+        found = {"attention": compare_attention, "reads": reads, "hashes": hashes}[command]()
     print(json.dumps(found))

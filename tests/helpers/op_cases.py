@@ -1,4 +1,4 @@
-"""One call of each op, for the tests that ask the same of all five; and calls that are compared with the oracle."""
+"""One call of each op, for the tests that ask the same of all of them; and calls that are compared with the oracle."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_specops
 from torch_specops.ops import cpu
-from torch_specops.ops.arguments import Filters, SigmoidArguments, VerifyArguments
+from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
 
-VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid")
-OPS = (*VERIFY_OPS, "sample", "filter_logits")
+VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel")
+OPS = (*VERIFY_OPS, "sample", "sample_gumbel", "filter_logits")
 FILTERS = ("top_k", "top_p", "min_p")
+# Seeds and positions, of which all words count.
+NOISE_PLACES = [(0, 0), (7, 2**32 - 1), (-1, 5), (2**62 + 12345, 2**40 + 3), (-(2**63), 2**63 - 1)]
 
 
 def op_arguments(
@@ -42,6 +44,11 @@ def op_arguments(
     draft_tokens[torch.rand(batch, num_drafts, generator=g) < 0.1] = -1
     uniforms = torch.rand(batch, num_drafts + 1, generator=g)
     temperature = torch.tensor([0.7, 0.0, 1.3, -1.0]).repeat(batch // 4 + 1)[:batch].roll(seed)
+    seeds, positions = torch.arange(batch) + 100 * seed, 7 * torch.arange(batch)
+    if op == "verify_gumbel":
+        every = positions.unsqueeze(1) + torch.arange(num_drafts)
+        rows = (draft_logits.flatten(0, 1), seeds.repeat_interleave(num_drafts), every.flatten())
+        draft_tokens = torch_specops.sample_gumbel(*rows, temperature.repeat_interleave(num_drafts)).view_as(every)
     scaled = draft_logits / torch.where(temperature > 0, temperature, 1.0).view(-1, 1, 1)
     values: dict[str, Any] = {
         "logits": target_logits[:, 0].to(dtype, copy=True, memory_format=torch.contiguous_format),
@@ -51,6 +58,8 @@ def op_arguments(
         "draft_logits": draft_logits.to(dtype),
         "accept_uniforms": uniforms[:, :-1].contiguous(),
         "sample_uniforms": uniforms[:, -1].contiguous(),
+        "seeds": seeds,
+        "positions": positions,
         "temperature": temperature,
         "draft_lse": scaled.to(dtype).float().logsumexp(-1),
         "lenience": 0.9 if op == "verify_exact" else 1.0,
@@ -101,9 +110,14 @@ class _WithoutValues(TorchDispatchMode):
 def call_traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The same by the dense form that is traced, which has to do without looking at values."""
     with _WithoutValues():
+        if op == "sample_gumbel":
+            no_drafts = arguments["seeds"].new_empty(len(arguments["seeds"]), 0)
+            rest = dict(arguments)
+            given = GumbelArguments(rest.pop("logits").unsqueeze(1), no_drafts, **rest)
+            return (cpu.verify_gumbel(given)[0].squeeze(1),)
         if op in VERIFY_OPS:
-            kind = SigmoidArguments if op == "verify_sigmoid" else VerifyArguments
-            return getattr(cpu, op)(kind(**arguments))
+            kinds = {"verify_sigmoid": SigmoidArguments, "verify_gumbel": GumbelArguments}
+            return getattr(cpu, op)(kinds.get(op, VerifyArguments)(**arguments))
         rest = dict(arguments)
         filters = Filters(**{name: rest.pop(name) for name in Filters._fields if name in rest})
         outputs = getattr(cpu, op)(*rest.values(), filters)
@@ -161,13 +175,20 @@ def empty_arguments(
     rows = {"temperature": empty(batch)} if "temperature" in options else {}
     if "filters" in options and op != "verify_sigmoid":
         rows |= {"top_k": empty(batch, dtype=torch.int64), "top_p": empty(batch), "min_p": empty(batch)}
+    if op.endswith("gumbel"):
+        rows = {name: empty(batch, dtype=torch.int64) for name in ("seeds", "positions")} | rows
     if op not in VERIFY_OPS:
         uniforms = {"uniforms": empty(batch)} if op == "sample" else {}
         return {"logits": empty(batch, vocab_size, dtype=dtype), **uniforms, **rows}
-    draft_logits = None if "one-hot" in options else empty(batch, num_drafts, vocab_size, dtype=torch.bfloat16)
-    return {
+    drafts = {
         "target_logits": empty(batch, num_drafts + 1, vocab_size, dtype=dtype),
         "draft_tokens": empty(batch, num_drafts, dtype=torch.int64),
+    }
+    if op == "verify_gumbel":
+        return drafts | rows
+    draft_logits = None if "one-hot" in options else empty(batch, num_drafts, vocab_size, dtype=torch.bfloat16)
+    return {
+        **drafts,
         "draft_logits": draft_logits,
         "accept_uniforms": empty(batch, num_drafts),
         "sample_uniforms": empty(batch),

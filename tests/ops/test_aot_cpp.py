@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from aot_example import decode, load, package, step_state, tiny_step
+from op_cases import op_arguments
 from torch import Tensor, nn
 
 import torch_specops
@@ -36,6 +37,16 @@ NUM_DRAFTS = 1
 class TopP(nn.Module):
     def forward(self, logits: Tensor, top_p: Tensor) -> Tensor:
         return torch_specops.filter_logits(logits, top_p=top_p)
+
+
+class Gumbel(nn.Module):
+    def forward(self, logits: Tensor, drafts: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return torch_specops.verify_gumbel(logits, drafts, seeds, positions)
+
+
+def gumbel_inputs(seed: int) -> list[Tensor]:
+    given = op_arguments("verify_gumbel", 4, 3, 67, seed=seed)
+    return [given[name] for name in ("target_logits", "draft_tokens", "seeds", "positions")]
 
 
 def filter_inputs(seed: int) -> list[Tensor]:
@@ -98,6 +109,13 @@ def test_a_verification_in_a_fresh_process(folder: Path) -> None:
     """The package needs neither torch_specops nor any of its modules, and takes any batch."""
     inputs = [package.verify_inputs(batch, seed=batch) for batch in BATCHES]
     check_in_a_fresh_process(folder / "verify.pt2", [(each, package.Verify()(*each), each) for each in inputs])
+
+
+@pytest.mark.slow
+def test_a_verification_with_noise_in_a_fresh_process(tmp_path: Path) -> None:
+    package.package(Gumbel(), gumbel_inputs(0), tmp_path / "gumbel.pt2", dynamic_batch=False)
+    inputs = [gumbel_inputs(seed) for seed in BATCHES]
+    check_in_a_fresh_process(tmp_path / "gumbel.pt2", [(each, Gumbel()(*each), each) for each in inputs])
 
 
 @pytest.mark.slow

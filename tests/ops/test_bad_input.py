@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.ops.arguments import SigmoidArguments, VerifyArguments
+from torch_specops.ops.arguments import GumbelArguments, SigmoidArguments, VerifyArguments
 
 B, K, V = 2, 3, 11
 INF, NAN = torch.inf, torch.nan
@@ -29,6 +29,8 @@ TENSORS = {
     "draft_lse": ("float32", "[B, K]"),
     "logits": ("float32 or bfloat16 or float16", "[N, V]"),
     "uniforms": ("float32 or float64", "[N]"),
+    "seeds": ("int64", "[B]"),
+    "positions": ("int64", "[B]"),
     "temperature": ("float32", "[B]"),
     "top_k": ("int64 or int32", "[B]"),
     "top_p": ("float32", "[B]"),
@@ -154,7 +156,7 @@ def test_good_input_passes(op: str) -> None:
         function(op, through)(**good(op) | dict.fromkeys(absent))
     if op in VERIFY_OPS:
         # The drafts agree on K, so a missing bonus row, or one too many, is named as what it is.
-        for rows in (K, K + 2):
+        for rows in (K, K + 2) if op != "verify_gumbel" else ():
             logits = torch.zeros(B, rows, V)
             with pytest.raises(
                 ValueError, match=rf"^target_logits: expected \[B, K\+1, V\] with K = 3, .* \[2, {rows}, 11\]"
@@ -214,10 +216,15 @@ def test_the_schema_is_the_contract() -> None:
         f"Tensor? draft_lse=None, float lenience=1., {filters}, bool filter_draft=True) {result}",
         "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
         f"float alpha=-1000., float beta=1000., {temperature}) {result}",
+        "verify_gumbel": "specops::verify_gumbel(Tensor target_logits, Tensor draft_tokens, Tensor seeds, "
+        f"Tensor positions, {temperature}, {filters}) {result}",
         "sample": f"specops::sample(Tensor logits, Tensor uniforms, {temperature}, {filters}) {result}",
+        "sample_gumbel": f"specops::sample_gumbel(Tensor logits, Tensor seeds, Tensor positions, {temperature}, "
+        f"{filters}) -> Tensor",
         "filter_logits": f"specops::filter_logits(Tensor logits, {temperature}, {filters}) -> Tensor",
     }
-    for op, kind in (("verify_exact", VerifyArguments), ("verify_sigmoid", SigmoidArguments)):
+    kinds = {"verify_exact": VerifyArguments, "verify_sigmoid": SigmoidArguments, "verify_gumbel": GumbelArguments}
+    for op, kind in kinds.items():
         parameters = inspect.signature(getattr(torch_specops, op)).parameters.values()
         assert tuple(parameter.name for parameter in parameters) == kind._fields
         given = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -241,6 +248,8 @@ def unreachable(*_: object) -> None:
         ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
         ("verify_block", "filter_draft", 0, "expected a bool, got <class 'int'>"),
         ("verify_sigmoid", "alpha", True, "expected a number, got <class 'bool'>"),
+        ("verify_gumbel", "seeds", torch.zeros(B), "expected int64, got float32"),
+        ("sample_gumbel", "positions", [0, 0], "expected a tensor, got <class 'list'>"),
         ("sample", "uniforms", [0.5, 0.5], "expected a tensor, got <class 'list'>"),
         ("filter_logits", "min_p", torch.ones(B).double(), "expected float32, got float64"),
     ],

@@ -85,6 +85,8 @@ WRITTEN = {
         OUTPUTS | {"mass_ptr", "count_ptr"},
     ],
     "verify_sigmoid": [{"partial_ptr", "num_accepted_ptr"}, OUTPUTS],
+    "verify_gumbel": [*SEARCH, {"partial_ptr"}, OUTPUTS],
+    "sample_gumbel": [*SEARCH, {"partial_ptr"}, OUTPUTS],
     "sample": [*SEARCH, {"partial_ptr"}, {"tokens_ptr", "lse_ptr"}],
     "filter_logits": [*SEARCH, {"output_ptr"}],
 }

@@ -133,10 +133,13 @@ def launches(case: oracle.Case) -> list[str]:
         ("verify_exact", "bf16_fp16", 3),
         ("verify_block", "bf16_fp16", 6),
         ("verify_sigmoid", "bf16_fp16", 2),
+        ("verify_gumbel", "bf16_fp16", 2),
         ("sample", "bf16_fp16", 2),
+        ("sample_gumbel", "bf16_fp16", 2),
         # Of two 16-bit types, so that target and draft rows need a search each.
         ("verify_exact", "filters_temperature", 2 + 2 + 3),
         ("verify_block", "filters_temperature", 2 + 2 + 6),
+        ("verify_gumbel", "filters_temperature", 2 + 2),
         ("sample", "filters_temperature", 2 + 2),
         ("filter_logits", "filters_temperature", 2 + 1),
     ],

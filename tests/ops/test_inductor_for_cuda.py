@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[1] / "helpers" / "inductor_for_cuda.py"
 GROUPS = (
     ("verify_exact", "product", "dynamic batch"),
-    ("verify_block", "verify_sigmoid", "sample"),
+    ("verify_block", "verify_sigmoid", "verify_gumbel", "sample"),
     ("filters", "one-hot", "uniforms", "processors", "attention"),
 )
 

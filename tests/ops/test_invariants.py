@@ -12,7 +12,7 @@ from oracle import mixed_inputs
 from report import Report
 from torch import Tensor
 
-OPS = (*VERIFY_OPS, "sample")
+OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 NUM_CASES = 60
 
 

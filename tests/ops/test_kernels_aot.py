@@ -87,7 +87,7 @@ def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
     assert len(stores) - share <= aot.TILES[0] // (launch.num_warps(aot.TILES[0]) * 32)
 
 
-@pytest.mark.parametrize("kernel", ["verify_exact.stats", "verify_exact.draw", "sample.stats"])
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", "verify_exact.draw", "sample.stats", "verify_gumbel.score"])
 def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     """A row that is masked by its bounds is loaded as wide as one that is not."""
     wide = []

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from attention_cases import CASES
+from op_cases import NOISE_PLACES
+
+from torch_specops import reference
 
 pytest.importorskip("triton")
 
@@ -37,6 +40,10 @@ FEW_FILTERS = (
     "filters_nonfinite,min_p,tie_top_p_met"
 )
 FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token,uniforms_out_of_range_masked"
+FEW_GUMBEL = (
+    "fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,k0,k8,"
+    "hot_overflow,cold,filters_temperature"
+)
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.
 QUICK_RUNS = [
@@ -53,6 +60,7 @@ QUICK_RUNS = [
         (45,),
     ),
     ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
+    ("verify_gumbel", FEW_GUMBEL, 32, (67,)),
     ("sample", FEW + ",filters_temperature", 32, (67,)),
     ("filter_logits", FEW_FILTERS, 32, (67,)),
 ]
@@ -65,6 +73,9 @@ SLOW_RUNS = [
         ("verify_block", BLOCK, 64, (67,)),
         ("verify_block", FILTERED_VERIFY, 64, (37,)),
         ("verify_sigmoid", "plain", 32, (67,)),
+        ("verify_gumbel", "plain", 32, (1, 131)),
+        ("verify_gumbel", "filtered", 64, (37,)),
+        ("sample_gumbel", "plain", 32, (131,)),
         ("sample", "plain", 32, (1, 64, 131)),
         ("sample", "plain", 256, (37, 600)),
         ("sample", "filtered", 32, (37,)),
@@ -92,6 +103,10 @@ def test_kernels_agree_with_the_oracle(
     least = {"plain": 30, "filtered": 10}.get(kind, len(kind.split(",")))
     assert report["cases"] >= least * len(vocab_sizes)
     assert report["rounding"] <= 0.01 * report["rows"]
+
+
+def test_the_hash_of_the_noise_is_the_oracles() -> None:
+    assert interpret("hashes") == [reference.noise_hash(*place, 64).tolist() for place in NOISE_PLACES]
 
 
 def test_attention_agrees_with_the_oracle() -> None:

@@ -189,14 +189,16 @@ def test_rows_and_vocabularies_beyond_a_grid_are_refused(op: str) -> None:
         outputs(op, empty_arguments(op, "", 1, num_drafts, vocab_size, dtype=torch.float32))
 
     # Of 16-bit draft rows the first may begin 7 entries behind a boundary, of float32 rows 3.
-    longest = 65_535 * launch.MAX_TILE - (7 if op in OPS[:2] else 3)
+    longest = 65_535 * launch.MAX_TILE - (7 if op in VERIFY_OPS[:2] else 3)
     call(1, longest)
     with pytest.raises(ValueError, match=rf"{name}: expected at most 65535 tiles of a row on CUDA, got 65536"):
         call(1, longest + 1)
-    if op in ("verify_exact", "verify_block"):
-        call(32_767, 16)
-        with pytest.raises(ValueError, match=f"{name}: expected at most 65535 rows of a sequence, .* got 65537"):
-            call(32_768, 16)
+    if op in ("verify_exact", "verify_block", "verify_gumbel"):
+        # Target and draft rows are one axis.
+        most = 65_534 if op == "verify_gumbel" else 32_767
+        call(most, 16)
+        with pytest.raises(ValueError, match=f"{name}: expected at most 65535 rows of a sequence, .* got 6553[67]"):
+            call(most + 1, 16)
     elif op == "verify_sigmoid":
         # Its rows are not an axis.
         call(32_768, 16)

@@ -35,7 +35,7 @@ def test_all_utilities(op: str) -> None:
 def test_few_arguments_and_edges_of_size(op: str) -> None:
     """Without B = K = 0: opcheck itself cannot clone a tensor [0, 0, V] (torch 2.13, negative storage size)."""
     required = [argument.name for argument in getattr(torch.ops.specops, op).default._schema.arguments]
-    required = [name for name in required if name.endswith(("logits", "tokens", "uniforms"))]
+    required = [name for name in required if name.endswith(("logits", "tokens", "uniforms", "seeds", "positions"))]
     for batch, num_drafts in ((3, 0), (0, 4), (1, 1)) if op in VERIFY_OPS else ((0, 1), (1, 1)):
         arguments = op_arguments(op, batch, num_drafts, dtype=torch.bfloat16)
         check(op, arguments)

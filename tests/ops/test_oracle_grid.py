@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch_specops import reference
 from torch_specops.ops.arguments import Filters
 from torch_specops.ops.cpu import eager_rows, filters
 
-DRAWING_OPS = (*VERIFY_OPS, "sample")
+DRAWING_OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 # Some of the cases only: the oracle is slow. "hot" has nearly equal weights, which a prefix sum in float32 would lose.
 LARGE_CASES = "k3 bf16 vocab_sliced greedy_mixed masked opposite one_hot lse hot tie_s_zero"
 
@@ -70,7 +71,7 @@ def test_eager_probabilities_of_every_size() -> None:
 @pytest.mark.parametrize("op", DRAWING_OPS)
 def test_cases_are_what_their_names_say(op: str) -> None:
     cases = {case.name.rsplit("-", 1)[0]: case.args for case in sample_inputs(op, vocab_sizes=[17])}
-    logits = "logits" if op == "sample" else "target_logits"
+    logits = "target_logits" if op in VERIFY_OPS else "logits"
     assert {args[logits].dtype for args in cases.values()} == {torch.float32, torch.bfloat16, torch.float16}
     assert not cases["batch_sliced"][logits].is_contiguous() and cases["transposed"][logits].stride(-1) != 1
     sliced = cases["vocab_sliced"][logits]
@@ -92,14 +93,21 @@ def test_cases_reach_every_length_of_the_walk(op: str) -> None:
 
 
 # Mistakes of an op that draws, and of one that verifies.
-DRAWING_MISTAKES = (
-    "the token after; a last tile filled with 0; NaN as 0; logits in bfloat16; no temperature; the uniform of row 0; "
-    "a search off by 1e-3"
-)
-VERIFY_MISTAKES = "u l q <= p; an unwritten tail; padding in the output; the next token counts"
+DRAWING_MISTAKES = "the token after; a last tile filled with 0; NaN as 0; logits in bfloat16; no temperature"
+UNIFORM_MISTAKES = "the uniform of row 0; a search off by 1e-3"
+NOISE_MISTAKES = "the seed of row 0; the next position; half a seed; half a position; g / 2; -g"
+VERIFY_MISTAKES = "an unwritten tail; padding in the output; the next token counts"
+EXACT_MISTAKES = "u l q <= p"
 
 
-def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def mistakes_of(op: str) -> list[str]:
+    noise = op.endswith("gumbel")
+    found = [DRAWING_MISTAKES, NOISE_MISTAKES if noise else UNIFORM_MISTAKES]
+    found += [VERIFY_MISTAKES] * (op in VERIFY_OPS) + [EXACT_MISTAKES] * (op in VERIFY_OPS and not noise)
+    return "; ".join(found).split("; ")
+
+
+def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
     logits = {name: x for name, x in args.items() if name.endswith("logits") and x is not None}
     targets = {name: x for name, x in logits.items() if name != "draft_logits"}
     uniforms = "uniforms" if op == "sample" else "sample_uniforms"
@@ -108,15 +116,31 @@ def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, Te
         "NaN as 0": {name: torch.where(x.isnan(), 0.0, x) for name, x in logits.items()},
         "logits in bfloat16": {name: x.bfloat16() for name, x in logits.items()},
         "no temperature": {"temperature": None},
-        "the uniform of row 0": {uniforms: args[uniforms][:1].expand_as(args[uniforms])},
-        "a search off by 1e-3": {uniforms: args[uniforms] + 1e-3},
         # It differs at u = 0, where tokens that the target excludes are accepted.
         "u l q <= p": {name: torch.where(x == -torch.inf, -80.0, x) for name, x in targets.items()},
     }
-    output, last = getattr(reference, op)(**args | changed.get(mistake, {}))
+    noises = {"g / 2": lambda g: g / 2, "-g": lambda g: -g}
+    if op.endswith("gumbel"):
+        seeds, positions = args["seeds"], args["positions"]
+        changed |= {
+            "the seed of row 0": {"seeds": seeds[:1].expand_as(seeds)},
+            "the next position": {"positions": positions + 1},
+            "half a seed": {"seeds": seeds & 0xFFFFFFFF},
+            "half a position": {"positions": positions & 0xFFFFFFFF},
+        }
+    else:
+        changed |= {
+            "the uniform of row 0": {uniforms: args[uniforms][:1].expand_as(args[uniforms])},
+            "a search off by 1e-3": {uniforms: args[uniforms] + 1e-3},
+        }
+    noise, change = reference.gumbel_noise, noises.get(mistake, lambda g: g)
+    with mock.patch.object(reference, "gumbel_noise", lambda *place: change(noise(*place))):
+        result = getattr(reference, op)(**args | changed.get(mistake, {}))
+    output, *rest = (result,) if isinstance(result, Tensor) else result
+    last = rest[0] if rest else torch.empty(0)
     if mistake == "the token after":
-        rows = torch.arange(len(last))
-        place = (rows,) if op == "sample" else (rows, last)
+        rows = torch.arange(len(output))
+        place = (rows, last) if op in VERIFY_OPS else (rows,)
         (vocab_size,) = {x.shape[-1] for x in logits.values()}
         output[place] = torch.where(output[place] < 0, -1, (output[place] + 1) % vocab_size)
     elif mistake == "an unwritten tail":
@@ -126,14 +150,13 @@ def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, Te
         output[:, :-1] = torch.where(tokens < -1, tokens, output[:, :-1])
     elif mistake == "the next token counts":
         last = last + 1
-    return output, last
+    return (output, last) if rest else (output,)
 
 
 @pytest.mark.parametrize("op", DRAWING_OPS)
 def test_wrong_implementation_is_caught(op: str) -> None:
     """The oracle with one mistake."""
-    mistakes = DRAWING_MISTAKES if op == "sample" else f"{DRAWING_MISTAKES}; {VERIFY_MISTAKES}"
-    for mistake in mistakes.split("; "):
+    for mistake in mistakes_of(op):
         # Cases are made one by one, until one of them shows the mistake.
         cases = sample_inputs(op, vocab_sizes=[17, 600])
         assert any(compare(case, oracle_with(mistake, op, case.args)).wrong for case in cases), mistake
@@ -209,6 +232,19 @@ def test_small_probabilities_keep_their_ratio() -> None:
     assert n.tolist() == [1, 0] and output.tolist() == [[0, 0], [1, -1]]
 
 
+def test_rounding_of_a_score_is_told_from_a_mistake() -> None:
+    """The second token, where its score lies so far below the largest."""
+    seeds, positions = torch.arange(64), torch.zeros(64, dtype=torch.int64)
+    noise = torch.stack([reference.gumbel_noise(seed, 0, 2) for seed in range(64)])
+    for distance, is_rounding in ((1e-6, True), (1e-3, False)):
+        logits = torch.stack([noise[:, 1] - noise[:, 0] + distance, torch.zeros(64, dtype=torch.float64)], 1).float()
+        case = Case("near ties", "sample_gumbel", {"logits": logits, "seeds": seeds, "positions": positions})
+        assert compare(case, torch.zeros(64, dtype=torch.int64)) == Comparison(64, 0, [])
+        comparison = compare(case, torch.ones(64, dtype=torch.int64))
+        assert (comparison.rounding, len(comparison.wrong)) == ((64, 0) if is_rounding else (0, 64))
+        assert rounding_rows(case).sum() == comparison.rounding
+
+
 def test_rounding_is_told_from_a_mistake() -> None:
     """The token below, where the uniform lies so far above the boundary of equal weights."""
     logits, boundaries = torch.zeros(63, 64), torch.arange(1, 64, dtype=torch.float64) / 64
@@ -220,7 +256,7 @@ def test_rounding_is_told_from_a_mistake() -> None:
         assert rounding_rows(case).sum() == comparison.rounding
 
 
-@pytest.mark.parametrize("op", DRAWING_OPS)
+@pytest.mark.parametrize("op", [*VERIFY_OPS[:3], "sample"])
 def test_an_unlikely_token_next_to_the_uniform_is_rounding(op: str) -> None:
     """Two likely tokens, between them others of 1e-9 down to 1e-26, and excluded ones: row b draws token b."""
     logits = torch.full((67, 67), -math.inf)

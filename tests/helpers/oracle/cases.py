@@ -23,14 +23,15 @@ INF, NAN = math.inf, math.nan
 # Of a case that says nothing else.
 BATCH, NUM_DRAFTS = 6, 3
 
+ROWS = ("temperature", "top_k", "top_p", "min_p")
+
 Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. A name that starts with "tie_" says that the
-    input was built so that rounding may decide.
-    """
+    """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. Rounding may decide where a name starts with
+    "tie_"."""
 
     name: str
     op: str
@@ -50,16 +51,16 @@ def sample_inputs(
     """The cases every backend is tested on; the same numbers on every device.
 
     Args:
-        op: "verify_exact", "verify_block", "verify_sigmoid", "sample" or "filter_logits".
+        op: the name of an op, as in `OPTIONS`.
         device: where the tensors go, with their strides.
         vocab_sizes: every case is built once per size.
         seed: another seed gives other numbers, not other kinds of cases.
         names: only these cases (of `case_names`); all by default.
-        max_rows, max_drafts: smaller batches and fewer drafts, where a large vocabulary would make the float64 oracle
-            slow; other numbers than without.
+        max_rows, max_drafts: smaller batches and fewer drafts, for a large vocabulary; other numbers than without.
 
     Yields:
-        Cases of 0 to 8 rows; drafts are sampled from the draft's distribution where the case does not say otherwise.
+        Cases of 0 to 8 rows. Drafts are sampled from the draft's distribution where the case does not say otherwise.
+            Of `verify_gumbel`, four in five are what the oracle draws.
     """
     for vocab_size, name in itertools.product(vocab_sizes, case_names(op)):
         if names is not None and name not in names:
@@ -74,7 +75,7 @@ def sample_inputs(
 
 
 def mixed_inputs(op: str, count: int) -> Iterator[Case]:
-    """Cases that mix the options of three cases each, on few tokens."""
+    """Cases with the options of three cases each, on few tokens."""
     for number in range(count):
         choice = random.Random(f"{op} {number}")
         names = choice.sample(sorted(case_names(op)), 3)
@@ -96,13 +97,14 @@ def _arguments(op: str, generator: torch.Generator, vocab_size: int, options: Op
     layout, scale = options.pop("layout", None), options.pop("scale", None)
     if op.startswith("verify"):
         args = _verify_arguments(generator, vocab_size, **options)
+        args = _with_noise(generator, args, options.get("tokens", lambda *_: None)) if op == "verify_gumbel" else args
     else:
         # The first rows of a verify case.
         verify = _verify_arguments(generator, vocab_size, **options | {"num_drafts": 1})
-        args = {"logits": verify["target_logits"][:, 0].contiguous(), "uniforms": verify["sample_uniforms"]}
-        args |= {key: verify[key] for key in ("temperature", "top_k", "top_p", "min_p") if key in verify}
-    if op == "filter_logits":
-        del args["uniforms"]
+        args = {"logits": verify["target_logits"][:, 0].contiguous()}
+        args |= {"uniforms": verify["sample_uniforms"]} if op == "sample" else {}
+        args |= _noise_arguments(generator, verify) if op == "sample_gumbel" else {}
+        args |= {key: verify[key] for key in ROWS if key in verify}
     if op == "verify_sigmoid":
         scale = SCALES[int(torch.randint(len(SCALES), (), generator=generator))] if scale is None else scale
         args |= dict(zip(("alpha", "beta"), scale, strict=False))
@@ -169,6 +171,25 @@ def _verify_arguments(
     if filter_draft is not None:
         args["filter_draft"] = filter_draft
     return args | rows | numbers
+
+
+def _with_noise(generator: torch.Generator, args: dict[str, Any], tokens: Any) -> dict[str, Any]:
+    """The arguments of `verify_gumbel`, from those of `verify_exact`."""
+    noise, rows = _noise_arguments(generator, args), {key: args[key] for key in ROWS if key in args}
+    target, drafts = args["target_logits"], args["draft_tokens"]
+    for i in range(drafts.shape[1]):
+        drawn = reference.sample_gumbel(target[:, i], noise["seeds"], noise["positions"] + i, **rows)
+        is_drawn = (torch.rand(len(drawn), generator=generator) < 0.8) & (drawn >= 0)
+        drafts[:, i] = torch.where(is_drawn, drawn, drafts[:, i])
+    tokens(drafts, target.shape[2])
+    return {"target_logits": target, "draft_tokens": drafts, **noise, **rows}
+
+
+def _noise_arguments(generator: torch.Generator, args: dict[str, Any]) -> dict[str, Tensor]:
+    """All words of seeds and positions count; the positions of one text enter the upper word."""
+    seeds, positions = torch.randint(-(2**62), 2**62, (2, len(args["target_logits"])), generator=generator)
+    positions[1:2] = 2**32 - 2
+    return {"seeds": seeds, "positions": positions}
 
 
 def _cycle(values: Sequence[float], count: int) -> Tensor:
@@ -367,10 +388,13 @@ CASES: dict[str, Options] = {
 # What the cases of an op may say.
 ROW_OPTIONS = {"batch", "dtypes", "noise", "edit", "temperature", "layout", "uniform_dtype", "accept", "sample"}
 VERIFY_OPTIONS = ROW_OPTIONS | {"num_drafts", "tokens", "token_dtype"}
+NOISE_OPTIONS = (ROW_OPTIONS | {"filters"}) - {"uniform_dtype", "accept", "sample"}
 OPTIONS = {
     "verify_exact": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse", "lenience", "argmax_lenience"},
     "verify_block": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse"},
     "verify_sigmoid": VERIFY_OPTIONS | {"scale"},
+    "verify_gumbel": NOISE_OPTIONS | {"num_drafts", "tokens", "token_dtype"},
     "sample": ROW_OPTIONS | {"filters"},
+    "sample_gumbel": NOISE_OPTIONS,
     "filter_logits": ROW_OPTIONS | {"filters"},
 }

@@ -6,15 +6,19 @@ row must equal the oracle's, or the oracle's with its other uniforms, filters an
 `_bound`, or by a half, a quarter .. of it, each up or down; and its next token may be any whose interval of the CDF is
 no further from the uniform than the bound. What is exact does not move: a uniform of 0, a filter that is off, an lse
 that is not finite; and greedy rows depend on none of these numbers.
+
+A token that is the argmax of scores with Gumbel noise may be any whose score lies closer to the largest than the two
+bounds of `_score_bounds`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +30,8 @@ from torch_specops import reference
 from .cases import Case
 
 BELOW_ONE = 1.0 - 2.0**-53
+# The largest w = 1 - u of Gumbel noise in float32.
+LARGEST = 1.0 - 2.0**-24
 # A number may move by less than its bound.
 SHARES = [2.0**-k for k in range(12)]
 # Names of arguments that move together, and of those that draw the next token.
@@ -75,8 +81,10 @@ def rounding_rows(case: Case) -> Tensor:
     args = _on_cpu(case.args)
     expected = _oracle(case.op, args)
     found = torch.zeros(len(expected[0]), dtype=torch.bool)
-    for moved in _moved(case.op, args, 1.0, (*MOVED, DRAWING)):
-        found |= ~_equal_rows(case.op, expected, _oracle(case.op, moved))
+    changes = (nullcontext, partial(_scores, _second)) if case.op.endswith("gumbel") else (nullcontext,)
+    for moved, change in itertools.product(_moved(case.op, args, 1.0, (*MOVED, DRAWING)), changes):
+        with change():
+            found |= ~_equal_rows(case.op, expected, _oracle(case.op, moved))
     return found
 
 
@@ -90,6 +98,8 @@ def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) 
     if op == "filter_logits":
         # Zeros keep their sign.
         return ((expected[0] == got[0]) & (expected[0].signbit() == got[0].signbit())).all(1)
+    if op == "sample_gumbel":
+        return expected[0] == got[0]
     if op == "sample":
         # Exact where it is infinite, and 0 in greedy rows.
         lse, tolerance = expected[1], 1e-6 * (1 + expected[1].abs())
@@ -109,7 +119,8 @@ def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
 @contextmanager
 def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[None]:
     """While active, the oracle draws the next token of a row that was got, if the uniform is as close to its interval
-    of the CDF as the bound. No share of the bound is sure to meet the interval of an unlikely token."""
+    of the CDF as the bound. No share of the bound is sure to meet the interval of an unlikely token. With Gumbel noise
+    it draws every token that was got, if its score is as close to the largest as their bounds."""
 
     def draw(weights: Tensor, s: float) -> int:
         sums, total = weights.cumsum(0), weights.sum()
@@ -119,14 +130,54 @@ def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[
                 return token
         return inverse_cdf(weights, s)
 
+    def prefer(scores: Tensor, bounds: Tensor) -> Tensor:
+        token = next(tokens)
+        if 0 <= token < len(scores) and scores[token] + bounds[token] >= (scores - bounds).max():
+            scores[token] = math.inf
+        return scores
+
+    # The oracle draws from every row, each time that it is called.
+    tokens = itertools.cycle(got[0].flatten().tolist())
     token, inverse_cdf = -1, reference.inverse_cdf
     if op == "sample":
         token = int(got[0])
-    elif op != "filter_logits" and 0 <= got[1] < got[0].shape[1]:
+    elif op not in ("filter_logits", "sample_gumbel") and 0 <= got[1] < got[0].shape[1]:
         token = int(got[0][0, got[1]])
     bound = float(_bound(row.get("temperature"), got[-1]))
-    with mock.patch.object(reference, "inverse_cdf", draw):
+    with mock.patch.object(reference, "inverse_cdf", draw), _scores(prefer):
         yield
+
+
+@contextmanager
+def _scores(change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """While active, the oracle's scores are changed by a function of the scores and their bounds."""
+    gumbel_scores = reference.gumbel_scores
+
+    def changed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+        scores = gumbel_scores(logits, noise, temperature)
+        return change(scores, _score_bounds(scores - noise, noise))
+
+    with mock.patch.object(reference, "gumbel_scores", changed):
+        yield
+
+
+def _second(scores: Tensor, bounds: Tensor) -> Tensor:
+    """The largest score falls behind all that are as close as their bounds."""
+    largest = scores.argmax()
+    bounds[largest] *= -1
+    return scores + bounds
+
+
+def _score_bounds(gap: Tensor, noise: Tensor) -> Tensor:
+    """How far float32 may be from the score gap + g of each token.
+
+    A subtraction, the two roundings of a product with 1 / T, the logarithms and the sum each have an error below 2**-23
+    of what they return, and of 1 near a zero of log; 2**-20 is more than all of them. w is rounded twice, and is at
+    most 1 - 2**-24; g has what that makes of it."""
+    w = -torch.expm1(-torch.exp(-noise))
+    low, high = ((w * factor).clamp(2.0**-33, LARGEST) for factor in (1 - 2.0**-22, 1 + 2.0**-22))
+    low_g, high_g = (-torch.log(-torch.log1p(-x)) for x in (high, low))
+    return 2.0**-20 * (1 + gap.abs() + noise.abs()) + torch.maximum(high_g, noise) - torch.minimum(low_g, noise)
 
 
 def _moved(

@@ -109,12 +109,20 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
     """The same for one row, with logarithms for few of its tokens."""
     if top == -math.inf:
         return -1
-    small, gap = hashes(key, len(z)), np.maximum(z - top, -FLOAT32_MAX) * inverse
-    likely = np.flatnonzero((gap >= -1) & (z > -np.inf))[:FEW]
+    small = hashes(key, len(z))
+    likely = np.flatnonzero(z >= _below(top, 1, inverse))[:FEW]
     # The winner has at least this score. Its g, which is at most -log w, exceeds the score by what z is below the top.
     least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SLACK
-    tokens = np.flatnonzero(((gap >= -NEAR) & (small <= _limit(least))) | (small <= _limit(least + NEAR)))
+    wins = z >= _below(top, NEAR, inverse)
+    wins &= small <= _limit(least)
+    wins |= small <= _limit(least + NEAR)
+    tokens = np.flatnonzero(wins)
     return int(tokens[_scores(z[tokens], top, inverse, small[tokens]).argmax()])
+
+
+def _below(top: float, distance: float, inverse: float) -> Array:
+    """The logit whose z / T is so far below the largest; the lowest one, where no finite z / T is."""
+    return np.float32(max(top - distance / inverse, -FLOAT32_MAX) if inverse * FLOAT32_MAX > distance else -FLOAT32_MAX)
 
 
 def _limit(score: float) -> Array:
@@ -171,9 +179,13 @@ def dense(given: GumbelArguments) -> tuple[Tensor, Tensor]:
 
 
 def _noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """[B, C, 2] -> g [B, C, V] float32. Words are held in int64, which their products do not exceed."""
+    """[B, C, 2] -> g [B, C, V] float32."""
+    w = ((dense_hashes(keys, vocab_size).float() + 0.5) * 2.0**-32).clamp(max=LARGEST)
+    return -torch.log(-torch.log1p(-w))
+
+
+def dense_hashes(keys: Tensor, vocab_size: int) -> Tensor:
+    """`hashes` [..., V] in int64. What a product of 64 bits loses is above its low 32 bits."""
     x = (torch.arange(vocab_size, device=keys.device) * WEYL & MASK) ^ keys[..., :1]
     x = (x ^ x >> SHIFTS[0]) * (keys[..., 1:] | 1) & MASK
-    x = (x ^ x >> SHIFTS[1]) * FACTOR & MASK
-    w = ((x.float() + 0.5) * 2.0**-32).clamp(max=LARGEST)
-    return -torch.log(-torch.log1p(-w))
+    return (x ^ x >> SHIFTS[1]) * FACTOR & MASK

@@ -53,12 +53,16 @@ def noise_keys(seeds_ptr, positions_ptr, b, i):
 
 
 @triton.jit
-def noise(v, key_0, key_1):
-    """g = -log(-log(1 - w)), with w from the hash of token ids v."""
+def token_hash(v, key_0, key_1):
     x = (v.to(tl.uint32) * WEYL) ^ key_0
     x = (x ^ (x >> 16)) * (key_1 | 1)
-    x = (x ^ (x >> 15)) * FACTOR
-    w = tl.minimum((x.to(tl.float32) + 0.5) * 2.0**-32, LARGEST)
+    return (x ^ (x >> 15)) * FACTOR
+
+
+@triton.jit
+def noise(v, key_0, key_1):
+    """g = -log(-log(1 - w)), with w from the hash of token ids v."""
+    w = tl.minimum((token_hash(v, key_0, key_1).to(tl.float32) + 0.5) * 2.0**-32, LARGEST)
     series = w * (1.0 + w * (1.0 / 2 + w * (1.0 / 3 + w * (1.0 / 4 + w * (1.0 / 5)))))
     return -tl.log(tl.where(w <= LARGEST_IN_SERIES, series, -tl.log(1.0 - w)))
 
