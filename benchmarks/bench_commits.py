@@ -5,8 +5,9 @@
     python benchmarks/bench_commits.py --before ../before --target smollm2-135m-instruct --draft none --compiled no
 
 Greedy and sampled calls of every batch size and number of drafts, prompts of one length, no eos. Each checkout has a
-process of its own, and they take turns call by call. Times are of whole calls, reading the prompts included. The greedy
-texts of both checkouts and of transformers must be the same.
+process of its own, and they take turns call by call. Times are of whole calls, reading the prompts included; of sampled
+ones they are divided by the number of steps, because checkouts may sample other texts. The greedy texts of both
+checkouts and of transformers must be the same.
 
 A process keeps the place of its weights in memory, and that alone makes it up to a tenth faster or slower than another
 with the same code. All processes are therefore started anew several times, and "again" is this checkout once more: a
@@ -38,7 +39,7 @@ def main() -> None:
     parser = options_of(__doc__, rounds=8)
     parser.add_argument("--before", type=Path, help="the other checkout; required")
     parser.add_argument("--target", default="austen-bytes", help="as torch-specops bench takes it")
-    parser.add_argument("--draft", default="austen-bytes-draft", help="as there, or none")
+    parser.add_argument("--draft", default="austen-bytes-draft", help="as there, prompt-lookup or none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4])
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -141,20 +142,25 @@ def answer(args: Any) -> None:
     import torch_specops
     from torch_specops import SamplingParams, SpeculativeDecoder
     from torch_specops.cli.loading import load_model, load_tokenizer
+    from torch_specops.cli.models import PROMPT_LOOKUP
+    from torch_specops.drafts import PromptLookup
 
     target = load_model(args.target, torch.device(args.device)).model
-    draft = None if args.draft == "none" else load_model(args.draft, torch.device(args.device)).model
+    is_model = args.draft not in ("none", PROMPT_LOOKUP)
+    draft = load_model(args.draft, torch.device(args.device)).model if is_model else None
     ids = torch.as_tensor(load_tokenizer(args.target)(PROMPT)["input_ids"]).view(1, -1).to(args.device)
     for model in (target, draft):
         if model is not None:
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
     decoders: dict[str, SpeculativeDecoder] = {}
+    num_steps = 1
 
     def with_transformers(prompts: torch.Tensor, count: int) -> Any:
         options = {"attention_mask": torch.ones_like(prompts), "do_sample": False}
         if count > 0:
-            assert draft is not None
+            if draft is None:
+                return target.generate(prompts, max_new_tokens=args.max_new_tokens, prompt_lookup_num_tokens=count)
             constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
             draft.generation_config.update(num_assistant_tokens=count, **constant)
             options["assistant_model"] = draft
@@ -166,18 +172,22 @@ def answer(args: Any) -> None:
             return with_transformers(prompts, count)
         key = json.dumps([call["compiled"], count, call["batch"]])
         if key not in decoders:
-            source, most = (draft, count) if count > 0 else (None, 1)
+            source, most = (PromptLookup() if draft is None else draft, count) if count > 0 else (None, 1)
             decoders[key] = SpeculativeDecoder(target, source, num_draft_tokens=most, compile=call["compiled"])
         options = {"max_new_tokens": args.max_new_tokens, "seed": 1, "eos_token_id": ()}
         sampling = SamplingParams(temperature=call["temperature"])
-        return decoders[key].generate(prompts, sampling=sampling, **options).sequences
+        output = decoders[key].generate(prompts, sampling=sampling, **options)
+        if call["temperature"] > 0:
+            nonlocal num_steps
+            num_steps = output.stats.num_steps
+        return output.sequences
 
     for line in sys.stdin:
         call, found = json.loads(line), {"package": torch_specops.__file__}
         if call:
-            started = time.perf_counter()
+            num_steps, started = 1, time.perf_counter()
             text = generate(call).tolist()
-            found = {"seconds": time.perf_counter() - started, "text": str(text)}
+            found = {"seconds": (time.perf_counter() - started) / num_steps, "text": str(text)}
         print(json.dumps(found), file=answers, flush=True)
 
 

@@ -11,7 +11,7 @@ from tiny_models import PairModel, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
 import torch_specops
-from torch_specops import SpeculativeDecoder
+from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, PromptLookup, TokenMap
 
 TABLE = random_table(8, seed=5)
@@ -121,8 +121,16 @@ def test_a_draft_that_does_wrong_is_named() -> None:
 
     cases = [
         (lambda tokens, lengths: tokens[:, :2], TypeError, "draft: expected a Draft from Wrong.propose, got .*Tensor"),
-        (lambda tokens, lengths: Draft([[1, 2]]), TypeError, r"draft: expected int64 tokens \[B, K\] .* got .*list"),
-        (lambda tokens, lengths: Draft(tokens[:, :2].float()), TypeError, "draft: expected int64 .* got torch.float32"),
+        (
+            lambda tokens, lengths: Draft([[1, 2]]),
+            TypeError,
+            r"draft: expected int64 or int32 tokens \[B, K\] .* got .*list",
+        ),
+        (
+            lambda tokens, lengths: Draft(tokens[:, :2].float()),
+            TypeError,
+            "draft: expected int64 or .* got torch.float32",
+        ),
         (lambda tokens, lengths: Draft(tokens[:1, :2]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[1, 2"),
         (lambda tokens, lengths: Draft(tokens[:, :3]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[2, 3"),
         (with_logits(torch.zeros(2, 2, 7)), ValueError, r"draft: expected logits \[2, 2, 8\] .* got shape \[2, 2, 7\]"),
@@ -132,6 +140,18 @@ def test_a_draft_that_does_wrong_is_named() -> None:
     ]
     for is_inner in (False, True):
         assert raised(lambda function, is_inner=is_inner: propose(function, is_inner), cases) == []
+
+
+def test_drafts_may_be_int32() -> None:
+    class Narrow(DraftSource):
+        def propose(self, tokens: Tensor, lengths: Tensor, count: int, *rest: Any) -> Draft:
+            return Draft(torch.full((len(lengths), count), 3, dtype=torch.int32))
+
+    options: dict[str, Any] = {"max_new_tokens": 8, "seed": 0, "sampling": SamplingParams(repetition_penalty=1.2)}
+    plain = torch_specops.generate(PairModel(TABLE), PROMPTS, **options).sequences
+    for draft in (Narrow(), HierarchicalDraft(PairModel(TABLE), Narrow())):
+        found = torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, verify="gumbel", **options)
+        assert torch.equal(found.sequences, plain)
 
 
 class PairModule(nn.Module):

@@ -174,5 +174,35 @@ def test_a_text_that_depends_on_more_than_its_seed_is_told() -> None:
     report = check(engine, trials=100, same_text_as=engine)
     assert report.broken == list(SETTINGS)[:-1] and min(report.num_changed[name] for name in report.broken) > 50
     assert str(report).startswith("Not the same text: plain; cold top-p; top-k; min-p (4 of 5 settings).")
+    for wrong, error in ((3, "a function as generate is, or None, got <class 'int'>"), (len, "lists of tokens")):
+        with pytest.raises(TypeError, match=f"^same_text_as: expected {error}"):
+            check(by_seed, trials=100, same_text_as=(lambda *given: len(given)) if wrong is len else wrong)
     with pytest.raises(ValueError, match=r"^same_text_as: expected tokens \[500, >= 2\], got \[499, 2\]"):
         check(by_seed, trials=100, same_text_as=lambda *given: by_seed(*given)[1:])
+
+
+def ended_by_zero(mark: int, shift: int = 0) -> Callable[..., list[list[int]]]:
+    """`by_seed` whose texts end after a token 0, which the mark says; the plain setting has seeds of its own."""
+
+    def generate(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+        own = [seed + shift * (each == SETTINGS["plain"]) for each, seed in zip(params, seeds, strict=True)]
+        return [[0, mark] if row[0] == 0 else row for row in by_seed(prompts, params, own)]
+
+    return generate
+
+
+def test_which_settings_change_their_text_and_which_their_law() -> None:
+    """Any negative number ends a text. Without a second token after 0, no law of the two is the target's."""
+    report = check(ended_by_zero(-1), trials=100, same_text_as=ended_by_zero(-100))
+    assert report.num_changed == dict.fromkeys(SETTINGS, 0)
+    report = check(by_seed, trials=100, same_text_as=ended_by_zero(-1, shift=1))
+    assert str(report).startswith("Not the same text: plain;")
+
+    def forgets_temperature(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
+        cold = SETTINGS["cold top-p"]
+        return by_seed(prompts, [SamplingParams() if each == cold else each for each in params], seeds)
+
+    report = check(forgets_temperature, trials=500, same_text_as=forgets_temperature)
+    assert str(report).startswith("Not the target's law: cold top-p (1 of 5 settings).\n\n")
+    mixed = check(forgets_temperature, trials=500, same_text_as=ended_by_zero(-1, shift=1))
+    assert str(mixed).startswith("Not the target's law: cold top-p (1 of 5 settings).\nNot the same text: plain; cold")

@@ -205,3 +205,13 @@ def test_few_scores_of_a_long_row_have_the_largest(vocab_size: int) -> None:
             assert found == expected, (name, t, seed)
             drawn = sample_gumbel(row.unsqueeze(0), torch.tensor([seed]), torch.tensor([0]), torch.tensor([t]))
             assert drawn.tolist() == [expected], (name, t, seed)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 2500])
+def test_logits_that_are_a_lazy_negative(vocab_size: int) -> None:
+    """numpy refuses a tensor whose negation torch has put off."""
+    logits = torch.randn(3, vocab_size, dtype=torch.cfloat, generator=torch.Generator().manual_seed(0)).conj().imag
+    assert logits.is_neg()
+    seeds, positions = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    found = torch_specops.sample_gumbel(logits, seeds, positions)
+    assert torch.equal(found, torch_specops.sample_gumbel(logits.resolve_neg(), seeds, positions))

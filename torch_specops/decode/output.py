@@ -63,7 +63,7 @@ class GenerationStats:
             of one length in the first step, and that time is then part of `seconds`.
         compile_seconds: time spent compiling and capturing; 0 when nothing was compiled.
         compiled: whether the steps ran compiled, and why.
-        verify: how drafts were verified: "exact", "block", "gumbel" or "sigmoid".
+        verify: how drafts are verified: "exact", "block", "gumbel" or "sigmoid"; empty before the first batch.
         state_bytes: the memory of the states that target and draft keep of texts (linear attention, Mamba), beside
             keys and values; 0 without such layers.
     """

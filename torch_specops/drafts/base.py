@@ -35,7 +35,7 @@ class Draft:
     """K proposed tokens per sequence, and the distribution they were drawn from.
 
     Args:
-        tokens: [B, K] int64; -1 is padding, and drafts after the first padding are not verified.
+        tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
             filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
@@ -213,7 +213,7 @@ def _checked_proposal(
         raise TypeError(f"draft: expected a Draft from {name}, got {type(draft)}")
     if not isinstance(draft.tokens, Tensor) or draft.tokens.dtype not in (torch.int64, torch.int32):
         found = getattr(draft.tokens, "dtype", type(draft.tokens))
-        raise TypeError(f"draft: expected int64 tokens [B, K] from {name}, got {found}")
+        raise TypeError(f"draft: expected int64 or int32 tokens [B, K] from {name}, got {found}")
     shape, most = list(draft.tokens.shape), [len(tokens), num_draft_tokens]
     if len(shape) != 2 or shape[0] != most[0] or shape[1] > most[1]:
         raise ValueError(f"draft: expected tokens {most} or fewer from {name}, got shape {shape}")
@@ -229,7 +229,7 @@ def _checked_proposal(
         for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
             if not torch.equal(copied, given):
                 raise ValueError(f"draft: {name} wrote into {part}; it may only read them")
-    return draft
+    return Draft(draft.tokens.long(), draft.logits, draft.lse)
 
 
 @runtime_checkable

@@ -32,6 +32,9 @@ class HierarchicalDraft(ModelDraft):
     An inner source that samples gets seeds of its own for every forward, so that it never uses a random number that
     anything else uses; its own q is then the one that `verify_exact` compares with the draft model's.
 
+    With `verify="gumbel"` all three share the noise of the target: `verify_gumbel` keeps inner drafts, seeds are the
+    row's own, and no logits are returned.
+
     Args:
         model: the draft model, as in `ModelDraft`.
         inner: where its drafts come from, as a decoder takes a draft: a source or a smaller model; None =
@@ -121,7 +124,8 @@ class HierarchicalDraft(ModelDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Up to K tokens [B, K], then -1, with the logits [B, K, V] of the draft model."""
+        """Up to K tokens [B, K], then -1; unless they share the target's noise, with the logits [B, K, V] of the draft
+        model."""
         batch, room = tokens.shape[0], num_draft_tokens + self.num_inner_tokens + 1
         # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
         # read the last of the former.

@@ -126,8 +126,8 @@ class SuffixLookup(_Lookup):
     votes of the places that agree with the drafts so far. Drafts are deterministic: they have no logits. Like
     `PromptLookup`, it also looks into the tokens that the target's encoder reads.
 
-    The tokens of a seed depend on what is remembered, because drafts decide how random numbers are used. The law of the
-    output does not. `memory=0` remembers nothing; `forget` empties the memory.
+    With `verify="exact"` the tokens of a seed depend on what is remembered, because drafts decide how random numbers
+    are used; with "gumbel", the default, they do not. `memory=0` remembers nothing; `forget` empties the memory.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.

@@ -188,6 +188,8 @@ def check_engine(
     """
     _check_numbers(vocab_size, num_tokens, trials, batch_size, significance, seed)
     _check_settings(settings)
+    if same_text_as is not None and not callable(same_text_as):
+        raise TypeError(f"same_text_as: expected a function as generate is, or None, got {type(same_text_as)}")
     if not prompts:
         raise ValueError("prompts: expected at least one, got none")
     starts = [_read_prompt(prompts[i % len(prompts)], vocab_size) for i in range(len(settings))]
@@ -199,12 +201,13 @@ def check_engine(
     def call(seeds: Tensor) -> Tensor:
         texts = [start.tolist() for _ in seeds for start in starts]
         params, own_seeds = [each for _ in seeds for each in settings.values()], seeds.flatten().tolist()
-        rows = _as_rows(generate(texts, params, own_seeds), num_tokens)
+        rows = _as_rows("generate", generate(texts, params, own_seeds), num_tokens)
         if same_text_as is not None:
-            others = _as_rows(same_text_as(texts[::-1], params[::-1], own_seeds[::-1]), num_tokens)
+            others = _as_rows("same_text_as", same_text_as(texts[::-1], params[::-1], own_seeds[::-1]), num_tokens)
             size = len(own_seeds), num_tokens, vocab_size
             found, other = (
-                _read_tokens(name, each, size[0], *size[1:])[0]
+                # Any negative number ends a text.
+                _read_tokens(name, each, *size)[0].clamp(min=-1)
                 for name, each in (("generate", rows), ("same_text_as", others))
             )
             changed.append((found != other.flip(0)).any(-1).view(seeds.shape).sum(0))
@@ -226,9 +229,11 @@ def check_engine(
     return EngineReport(reports, significance, counts)
 
 
-def _as_rows(rows: Sequence[Sequence[int]] | Tensor, num_tokens: int) -> Tensor:
+def _as_rows(name: str, rows: Sequence[Sequence[int]] | Tensor, num_tokens: int) -> Tensor:
     """What an engine returns as a tensor [N, >= num_tokens], with -1 behind the ends of texts."""
     if not isinstance(rows, Tensor):
+        if not isinstance(rows, Sequence):
+            raise TypeError(f"{name}: expected lists of tokens, or a tensor of them, got {type(rows)}")
         rows = torch.tensor([[*row, *[-1] * num_tokens][:num_tokens] for row in rows], device="cpu")
     return torch.nn.functional.pad(rows, (0, num_tokens - rows.shape[1]), value=-1) if rows.dim() == 2 else rows
 

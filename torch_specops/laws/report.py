@@ -184,9 +184,13 @@ class EngineReport(Report):
     def __str__(self) -> str:
         verdict = f"No bias seen in {len(self.reports)} settings."
         if self.broken:
-            share = f"{len(self.broken)} of {len(self.reports)} settings"
-            kind = "Not the target's law" if not all(self.reports.values()) else "Not the same text"
-            verdict = f"{kind}: {'; '.join(self.broken)} ({share})."
+            biased = [name for name in self.broken if not self.reports[name]]
+            changed = [name for name in self.broken if (self.num_changed or {}).get(name, 0) > 0]
+            verdict = "\n".join(
+                f"{kind}: {'; '.join(names)} ({len(names)} of {len(self.reports)} settings)."
+                for kind, names in (("Not the target's law", biased), ("Not the same text", changed))
+                if names
+            )
         tests = [
             (f"{name}, {test.name}", test, test in report.broken)
             for name, report in self.reports.items()

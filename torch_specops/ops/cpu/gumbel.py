@@ -81,7 +81,9 @@ def _draw(
         else:
             logits_of_sampled = logits
         z, maxima = scaled_rows(logits_of_sampled, None, filters)
-        tokens |= zip(sampled, _likeliest(z.numpy(), maxima, [temperature[b] for b in sampled], keys), strict=True)
+        tokens |= zip(
+            sampled, _likeliest(z.resolve_neg().numpy(), maxima, [temperature[b] for b in sampled], keys), strict=True
+        )
     greedy = [b for b in sequences if temperature[b] == 0]
     if greedy:
         tokens |= zip(greedy, argmax_by_tiles(logits[greedy]).tolist(), strict=True)
