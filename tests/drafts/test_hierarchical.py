@@ -66,9 +66,9 @@ class Picky(HierarchicalDraft):
 class Repeating(HierarchicalDraft):
     """One pair of random numbers for all positions of a step."""
 
-    def _draws(self, *arguments: Any) -> Tensor:
-        draws = super()._draws(*arguments)
-        return draws[:, :2].repeat(1, draws.shape[1] // 2)
+    def _numbers(self, *arguments: Any) -> list[Tensor]:
+        numbers = super()._numbers(*arguments)
+        return [numbers[index % 2] for index in range(len(numbers))]
 
 
 class Sharing(HierarchicalDraft):
