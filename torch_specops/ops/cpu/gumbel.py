@@ -42,7 +42,10 @@ def verify_gumbel(given: GumbelArguments) -> tuple[Tensor, Tensor]:
     if not is_eager_cpu(logits, given.seeds, given.positions) or batch == 0:
         return dense(given)
     temperature = [1.0] * batch if given.temperature is None else given.temperature.tolist()
-    drafts, keys = given.draft_tokens.tolist(), _eager_keys(given)
+    # Greedy rows have no noise.
+    is_sampled = any(t > 0 for t in temperature)
+    drafts = given.draft_tokens.tolist()
+    keys = _eager_keys(given) if is_sampled else np.zeros((batch, num_rows, 2), np.uint32)
     tokens: list[list[int]] = [[] for _ in drafts]
     live, first = list(range(batch)), 0
     # Rows are read as long as drafts match, and short ones several at a time.
@@ -86,7 +89,8 @@ def _draw(
         )
     greedy = [b for b in sequences if temperature[b] == 0]
     if greedy:
-        tokens |= zip(greedy, argmax_by_tiles(logits[greedy]).tolist(), strict=True)
+        rows = logits if len(greedy) == len(temperature) else logits[greedy]
+        tokens |= zip(greedy, argmax_by_tiles(rows).tolist(), strict=True)
     return [tokens.get(b, [-1] * logits.shape[1]) for b in sequences]
 
 
