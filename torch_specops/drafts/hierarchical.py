@@ -131,7 +131,8 @@ class HierarchicalDraft(ModelDraft):
         # read the last of the former.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
         # Two for each position: for its acceptance test, and for the next token of a forward that ends there.
-        numbers = torch.stack(list(self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)), 1).view(batch, -1, 2)
+        numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
+        draws = None if sampling.coupled else torch.stack(tuple(numbers), 1).view(batch, -1, 2)
         text = pad(tokens, (0, room))
         # A row that has K drafts goes on, and writes after them.
         drafts = tokens.new_full((batch, room), -1)
@@ -145,26 +146,30 @@ class HierarchicalDraft(ModelDraft):
             inner, rows = self._read(text, lengths + count, num_unread, sampling, own_seeds)
             num_unread = 1
             offsets = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
-            own = offsets.clamp(max=num_draft_tokens - 1)
             filters = {"temperature": sampling.temperature, **sampling.filters}
-            if sampling.coupled:
+            if draws is None:
                 output, num_accepted = verify_gumbel(rows, inner.tokens, seeds, lengths + count, **filters)
             else:
-                accept = numbers[..., 0].gather(1, own[:, :-1]).contiguous()
-                last = numbers[..., 1].gather(1, own[:, :1]).squeeze(1)
-                drafts_and_numbers = (inner.tokens, inner.logits, accept, last)
-                output, num_accepted = verify_exact(rows, *drafts_and_numbers, draft_lse=inner.lse, **filters)
+                own = offsets.clamp(max=num_draft_tokens - 1)
+                output, num_accepted = verify_exact(
+                    rows,
+                    inner.tokens,
+                    inner.logits,
+                    draws[..., 0].gather(1, own[:, :-1]).contiguous(),
+                    draws[..., 1].gather(1, own[:, :1]).squeeze(1),
+                    draft_lse=inner.lse,
+                    **filters,
+                )
+                logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
+                logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             # After the next token comes -1, until a later forward writes there.
             drafts = drafts.scatter(1, offsets, output)
             text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
-            logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
-            logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
             # Only on a CPU is this check free.
             if is_eager_cpu(count) and bool((count == num_draft_tokens).all()):
                 break
-        assert logits is not None
-        return Draft(drafts[:, :num_draft_tokens], None if sampling.coupled else logits[:, :num_draft_tokens])
+        return Draft(drafts[:, :num_draft_tokens], None if logits is None else logits[:, :num_draft_tokens])
 
     def _read(
         self, text: Tensor, ends: Tensor, num_unread: int, sampling: SamplingTensors, seeds: Tensor

@@ -65,8 +65,12 @@ def inverse_of(temperature: Tensor | None) -> Tensor | None:
     if temperature is None or all(t == 1 for t in temperature.tolist()):
         return None
     # Python's float64 takes a fifth of the time for one number, and rounds to the same float32.
-    inverse = [min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX) for t in temperature.tolist()]
-    return floats(inverse)
+    return floats(list(map(inverse_number, temperature.tolist())))
+
+
+def inverse_number(t: float) -> float:
+    """1 / T of one sampled sequence."""
+    return min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX)
 
 
 def integers(values: Sequence[int]) -> Tensor:

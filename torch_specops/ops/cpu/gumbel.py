@@ -17,10 +17,10 @@ from torch import Tensor
 from ..arguments import Filters, GumbelArguments
 from ..tracing import is_eager_cpu
 from ..uniforms import noise_key_bytes, noise_keys
-from .eager_rows import READ, argmax_by_tiles, columns, integers, scaled_rows
+from .eager_rows import READ, argmax_by_tiles, columns, integers, inverse_number, scaled_rows
 from .eager_walk import prefix_length
 from .filters import row_bounds, scale_kept
-from .softmax import FLOAT32_MAX, FLOAT32_TINY, inverse_temperature, lowest_argmax
+from .softmax import FLOAT32_MAX, inverse_temperature, lowest_argmax
 from .walk import prefix_lengths
 
 # The hash of a token under two keys: a Weyl sequence, and twice a shift and a product, once with a key.
@@ -79,24 +79,24 @@ def _draw(
     tokens: dict[int, list[int]] = {}
     sampled = [b for b in sequences if temperature[b] > 0]
     if sampled:
-        if len(sampled) < len(temperature):
-            logits_of_sampled, filters, keys = logits[sampled], filters.at(sampled), keys[sampled]
-        else:
-            logits_of_sampled = logits
-        z, maxima = scaled_rows(logits_of_sampled, None, filters)
-        tokens |= zip(
-            sampled, _likeliest(z.resolve_neg().numpy(), maxima, [temperature[b] for b in sampled], keys), strict=True
-        )
+        own = filters if len(sampled) == len(temperature) else filters.at(sampled)
+        z, maxima = scaled_rows(_of(logits, sampled), None, own)
+        drawn = _likeliest(z.resolve_neg().numpy(), maxima, [temperature[b] for b in sampled], _of(keys, sampled))
+        tokens |= zip(sampled, drawn, strict=True)
     greedy = [b for b in sequences if temperature[b] == 0]
     if greedy:
-        rows = logits if len(greedy) == len(temperature) else logits[greedy]
-        tokens |= zip(greedy, argmax_by_tiles(rows).tolist(), strict=True)
+        tokens |= zip(greedy, argmax_by_tiles(_of(logits, greedy)).tolist(), strict=True)
     return [tokens.get(b, [-1] * logits.shape[1]) for b in sequences]
+
+
+def _of(values: Any, sequences: list[int]) -> Any:
+    """The entries of some sequences; without a copy if these are all."""
+    return values if len(sequences) == len(values) else values[sequences]
 
 
 def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], keys: Array) -> list[list[int]]:
     """Logits [B, C, V] with their maxima, temperatures [B], keys [B, C, 2] -> the tokens of the largest scores."""
-    inverse = [0.0 if t == math.inf else min(max(1 / t, FLOAT32_TINY), FLOAT32_MAX) for t in temperature]
+    inverse = [0.0 if t == math.inf else inverse_number(t) for t in temperature]
     with np.errstate(over="ignore"):
         if z.shape[-1] > SHORT:
             rows = zip(z, maxima, inverse, keys, strict=True)
