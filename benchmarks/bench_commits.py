@@ -173,7 +173,9 @@ def answer(args: Any) -> None:
         key = json.dumps([call["compiled"], count, call["batch"]])
         if key not in decoders:
             source, most = (PromptLookup() if draft is None else draft, count) if count > 0 else (None, 1)
-            decoders[key] = SpeculativeDecoder(target, source, num_draft_tokens=most, compile=call["compiled"])
+            decoders[key] = SpeculativeDecoder(
+                target, source, num_draft_tokens=most, schedule="constant", compile=call["compiled"]
+            )
         options = {"max_new_tokens": args.max_new_tokens, "seed": 1, "eos_token_id": ()}
         sampling = SamplingParams(temperature=call["temperature"])
         output = decoders[key].generate(prompts, sampling=sampling, **options)

@@ -134,7 +134,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     ways = [(name, count, mode) for count in counts for name in subject.drafts for mode in subject.modes]
     for name, count, mode in [("no draft", 0, None), *ways]:
         draft = subject.drafts[name]() if count else None
-        how = {"num_draft_tokens": max(count, 1), "compile": options.compile, "max_length": max_length}
+        how = {"num_draft_tokens": max(count, 1), "schedule": "constant"}
+        how |= {"compile": options.compile, "max_length": max_length}
         decoders[name, count, mode] = SpeculativeDecoder(subject.target.model, draft, verify=mode, **how)
     # Of every round, the statistics for each batch of prompts.
     runs: dict[tuple[str, int, str | None, float], list[list[GenerationStats]]] = {}

@@ -168,7 +168,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     ways = {("transformers", "xgrammar"): Way(partial(with_transformers, model, schema, options))}
     for draft, make in DRAFTS.items():
         greedy, count = SamplingParams(temperature=0.0), chosen.num_draft_tokens
-        decoder = SpeculativeDecoder(models.target, make(), num_draft_tokens=count, sampling=greedy, compile=False)
+        decoder = SpeculativeDecoder(
+            models.target, make(), num_draft_tokens=count, schedule="constant", sampling=greedy, compile=False
+        )
         for name, new_grammar in in_grammars.items():
             ways[draft, name] = Way(partial(with_loop, decoder, new_grammar, options, "no jump" not in name))
     question = f"Write as JSON: who, age, city, interests. For example: {json.dumps(EXAMPLE)}\n\n"

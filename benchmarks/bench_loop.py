@@ -120,7 +120,8 @@ def measure(models: list[LlamaForCausalLM], batch: int, options: argparse.Namesp
     g = torch.Generator().manual_seed(0)
     prompts = torch.randint(target.config.vocab_size, (batch, options.prompt), generator=g).to(device)
     torch.cuda.reset_peak_memory_stats(device)
-    how: dict[str, Any] = {"num_draft_tokens": num_drafts, "compile": True, "max_length": options.max_length}
+    how: dict[str, Any] = {"num_draft_tokens": num_drafts, "schedule": "constant"}
+    how |= {"compile": True, "max_length": options.max_length}
     source = ModelDraft(language_model(drafts[0])) if drafts else PromptLookup()
     decoder = SpeculativeDecoder(language_model(target), source, sampling=SamplingParams(temperature=1.0), **how)
     settings = {"max_new_tokens": options.new_tokens, "seed": 0, "eos_token_id": ()}

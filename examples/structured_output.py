@@ -55,7 +55,7 @@ own_schema = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_
 example = Person(name="Tom Brown", age=9, hobbies=["football", "dogs"], city="Rome").model_dump()
 example_text = "Tom Brown is 9 years old, lives in Rome and likes football and dogs."
 prompt = f"Text: {example_text}\nJSON: {json.dumps(example)}\nText: {args.text}\nJSON:"
-decoder = SpeculativeDecoder(target, draft=PromptLookup())
+decoder = SpeculativeDecoder(target, draft=PromptLookup(), num_draft_tokens=5, schedule="constant")
 output = decoder.generate(
     tokenizer([prompt] * 3, return_tensors="pt")["input_ids"],
     # Each row gets a grammar of its own, which follows its text.

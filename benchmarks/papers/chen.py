@@ -80,6 +80,7 @@ def decoder(subject: str, law: str, num_draft_tokens: int, device: str) -> torch
         target("austen" if subject == "austen" else "code", device).model,
         draft_source(subject, DRAFTS[subject], temperature, device) if num_draft_tokens else None,
         num_draft_tokens=max(num_draft_tokens, 1),
+        schedule="constant",
         sampling=torch_specops.SamplingParams(temperature=temperature, top_p=top_p),
         compile=False,
     )

@@ -163,7 +163,10 @@ def speed(
     settings: list[dict[str, Any]] = [{}]
     for draft, count in providers:
         settings.append({"draft": draft_source(subject, draft, temperature, device), "num_draft_tokens": count})
-    decoders = [torch_specops.SpeculativeDecoder(model.model, sampling=sampling, **each) for each in settings]
+    decoders = [
+        torch_specops.SpeculativeDecoder(model.model, schedule="constant", sampling=sampling, **each)
+        for each in settings
+    ]
 
     def run(decoder: torch_specops.SpeculativeDecoder) -> tuple[float, list[Any]]:
         steps: list[Any] = []

@@ -132,6 +132,15 @@ def test_many() -> None:
     assert records[0]["tokens_per_row_and_step"] > records[2]["tokens_per_row_and_step"] == 1
 
 
+def test_schedule() -> None:
+    """A draft that is always wrong gets few drafts, and no text changes."""
+    options = ["bytes", "--rounds", "1", "--new-tokens", "24", "--constants", "3"]
+    records = {(each["line"], each["way"]): each for each in script("bench_schedule").main(options)}
+    assert {way for _, way in records} == {"no draft", "K = 3", "auto"} and len(records) == 12
+    for line in ("alone, wrong draft", "eight, wrong draft"):
+        assert records[line, "K = 3"]["drafts_per_step"] > 2.5 > 0.5 > records[line, "auto"]["drafts_per_step"]
+
+
 def test_hybrid() -> None:
     """Each way's logits are checked before it is timed."""
     options = ["--models", "qwen3_5_text", "jamba", "--batch", "2", "--hidden", "32", "--layers", "4", "--rounds", "2"]

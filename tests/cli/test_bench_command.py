@@ -300,7 +300,8 @@ def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    own = ["--draft", "prompt-lookup:2", "--num-draft-tokens", "3", "--max-new-tokens", "12", "--batch-sizes", "1,2"]
+    own = ["--draft", "prompt-lookup:2", "--num-draft-tokens", "3", "--schedule", "constant"]
+    own += ["--max-new-tokens", "12", "--batch-sizes", "1,2"]
     result = run("bench", "--target", loading.AUSTEN, "--prompts", questions(tmp_path), *own, "--json", str(file))
     assert result.exit_code == 0, result.output
     document = json.loads(file.read_text())
@@ -336,6 +337,9 @@ def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
     )
     assert tables == [(str(t), str(size), "" if t else "=") for t, size in cases]
     assert "=: identical to plain greedy decoding\nsampled outputs are not compared\n" in result.stdout
+    # What the schedule did: a line for each category.
+    drafted = re.findall(r"^(\w+): \d\.\d drafts a row and step, \d+% of these without$", result.stdout, re.M)
+    assert drafted == ["plain", "other", "total"] * len(cases)
 
 
 def test_a_line_that_is_no_question_is_named(tmp_path: Path) -> None:

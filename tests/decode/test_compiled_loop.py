@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[SpeculativeDecoder]:
     """An eager and a compiled one."""
-    options |= {"num_draft_tokens": num_draft_tokens}
+    options = {"num_draft_tokens": num_draft_tokens, "schedule": "constant"} | options
     return [
         SpeculativeDecoder(tiny("llama", num_hidden_layers=1), DRAFTS[kind]("llama"), compile=compile, **options)
         for compile in (False, True)
@@ -66,7 +66,7 @@ class LooksAtData(torch.nn.Module):
 def test_a_compile_error_ends_with_where_and_why() -> None:
     target = tiny("llama", num_hidden_layers=1)
     target.model.layers[0].mlp = LooksAtData(target.model.layers[0].mlp)
-    decoder = SpeculativeDecoder(target, PromptLookup(), compile=True)
+    decoder = SpeculativeDecoder(target, PromptLookup(), schedule="constant", compile=True)
     place = r"test_compiled_loop.py:\d+ \(if float\(values.max\(\)\) > 1e9:\)"
     with pytest.raises(RuntimeError, match=rf"^compile: .*{place}: .*\(compile=False runs it as it is\)$"):
         decode(decoder)
@@ -126,7 +126,7 @@ IN_SHORT = ("llama", "gemma3", "t5")
 def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
     # One layer is enough where the draft or the op is what differs.
     target = shared_tiny(family) if kind == "prompt lookup" else tiny("llama", num_hidden_layers=1)
-    options = {"num_draft_tokens": 2, "sampling": SAMPLING} | options
+    options = {"num_draft_tokens": 2, "schedule": "constant", "sampling": SAMPLING} | options
     eager, compiled = (
         decode(
             SpeculativeDecoder(target, DRAFTS[kind](family), compile=compile, one_graph=compile, **options),

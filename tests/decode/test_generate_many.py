@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ REQUESTS = [
 
 def new_decoder(draft: str | AnyDraft = None, **options: Any) -> SpeculativeDecoder:
     source = DRAFTS[draft]("llama") if isinstance(draft, str) else draft
-    return SpeculativeDecoder(shared_tiny("llama"), source, **({"num_draft_tokens": 3} | options))
+    return SpeculativeDecoder(
+        shared_tiny("llama"), source, **({"num_draft_tokens": 3, "schedule": "constant"} | options)
+    )
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -189,12 +192,14 @@ def test_suffix_lookup_learns_each_text_when_it_ends() -> None:
     assert decoder.stats.num_row_steps < before + 3 * 20
 
 
-def test_looked_up_drafts_are_trimmed_for_refilled_rows() -> None:
+def test_schedules_know_that_rows_are_refilled() -> None:
     schedule = Constant(3)
-    schedule.trim_refilled = lambda num_proposed: 1  # type: ignore[method-assign]
+    schedule.plan = mock.Mock(wraps=schedule.plan)  # type: ignore[method-assign]
     decoder = new_decoder("prompt lookup", schedule=schedule)
-    list(decoder.generate_many([Request([5, 6, 5, 6], 9, GREEDY)], batch_size=2))
-    assert len(decoder.stats.proposed_at) == 1
+    completions = list(decoder.generate_many([Request([5, 6, 5, 6], n, GREEDY) for n in (9, 4, 5)], batch_size=2))
+    steps = [call.args[0] for call in schedule.plan.call_args_list]
+    assert len(completions) == 3 and all(step.is_refilled and step.num_rows == 2 for step in steps)
+    assert len({text for step in steps for text in step.texts}) >= 2 and steps[-1].left[0] <= 5
 
 
 # What is compiled.

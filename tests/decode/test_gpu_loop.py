@@ -65,7 +65,7 @@ def decoder(
         draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
     if kind == "mtp":
         draft = MTP.from_pretrained(model.to(device))
-    settings = {"num_draft_tokens": NUM_DRAFTS, "sampling": MIXED} | options
+    settings = {"num_draft_tokens": NUM_DRAFTS, "schedule": "constant", "sampling": MIXED} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
 

@@ -326,7 +326,9 @@ def test_a_grammar_without_a_token_is_new() -> None:
 
 
 def test_one_graph_is_refused() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), PromptLookup(), one_graph=True, compile=False)
+    decoder = SpeculativeDecoder(
+        shared_tiny("llama"), PromptLookup(), schedule="constant", one_graph=True, compile=False
+    )
     with pytest.raises(NotImplementedError, match="grammar: a step that is one graph"):
         decoder.generate(torch.tensor([[5, 6]]), grammar=Allowing(by_turns))
     with decoder.session(1, max_length=30) as session:
@@ -338,7 +340,7 @@ def test_one_graph_is_refused() -> None:
 @pytest.mark.usefixtures("without_inductor")
 def test_batches_without_grammars_compile_nothing_more() -> None:
     target = tiny("llama", num_hidden_layers=1)
-    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3, compile=True)
+    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3, schedule="constant", compile=True)
     graphs = []
     with torch._dynamo.config.patch(recompile_limit=1):
         for grammar in (None, Allowing(by_turns), None, Allowing(by_turns)):

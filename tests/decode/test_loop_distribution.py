@@ -35,9 +35,11 @@ from tiny_models import PairModel, perturbed
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode.batch import Batch
 from torch_specops.drafts import Draft, DraftSource, ModelDraft, PromptLookup
 from torch_specops.hf import TransformersModel
 from torch_specops.sampling import SamplingTensors
+from torch_specops.schedules import Auto, NextStep, PastStep
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,57 @@ def test_sampled_text_has_the_law_of_a_transformer(draft: str, report: Report) -
     expect_laws(report, f"loop, transformer, {draft}", p_values(tokens, model_laws(model, 0.8)))
 
 
+class ByThePast(Auto):
+    """Finds that drafts pay, at first in every other row one fewer, then for texts whose drafts were rejected."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        # However many tokens it reads, a step takes a second.
+        for count, num_texts in ((0, 100), (0, TRIALS), (3, TRIALS)):
+            counts = {"proposed": [count] * num_texts, "accepted": [count // 2] * num_texts}
+            self.learn(PastStep(range(num_texts), TRIALS, **counts, num_draft_tokens=count, seconds=1.0))
+        self.planned: list[list[int]] = []
+
+    def plan(self, step: NextStep) -> list[int]:
+        planned = super().plan(step)
+        for index, (text, room) in enumerate(zip(step.texts, step.rooms, strict=True)):
+            if self.planned:
+                planned[index] = min(room, 1) if text in self.rejected else 0
+            elif index % 2 == 1:
+                planned[index] -= 1
+        self.planned.append(planned)
+        return planned
+
+    def learn(self, step: PastStep) -> None:
+        super().learn(step)
+        counts = zip(step.texts, step.proposed, step.accepted, strict=True)
+        self.rejected = {text for text, proposed, accepted in counts if accepted == 0 < proposed}
+
+
+@pytest.mark.parametrize("verify", ["exact", "block", "gumbel"])
+def test_a_schedule_that_goes_by_the_past_keeps_the_law(verify: str, report: Report) -> None:
+    """Each row has its own number of drafts."""
+    schedule = ByThePast()
+    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 3, verify=verify, schedule=schedule)
+    expect_laws(report, f"loop, auto, {verify}", p_values(tokens, pair_laws(TARGET)))
+    assert [set(plan) for plan in schedule.planned[:2]] == [{1, 2}, {0, 1}]
+
+
 # Wrong loops.
+
+
+@pytest.mark.parametrize("verify", ["exact", "block"])
+def test_a_schedule_that_leaves_out_unlikely_drafts_is_caught(
+    verify: str, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(self: Batch, proposal: Draft, num_proposed: Tensor) -> list[int]:
+        assert proposal.logits is not None
+        q = torch.softmax(proposal.logits, -1).gather(2, proposal.tokens.clamp(min=0).unsqueeze(2)).squeeze(2)
+        return torch.minimum((q > 0.3).cumprod(1).sum(1), num_proposed).tolist()
+
+    monkeypatch.setattr(Batch, "_choose", choose)
+    tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, trials=FEWER_TRIALS, verify=verify)
+    expect_caught(report, f"loop, unlikely drafts left out, {verify}", p_values(tokens, pair_laws(TARGET)))
 
 
 class Wrong(DraftSource):

@@ -40,7 +40,8 @@ def source(kind: str, device: str = "cpu") -> DraftSource | None:
 
 
 def decoder(kind: str, device: str = "cpu", verify: str | None = None) -> SpeculativeDecoder:
-    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), num_draft_tokens=3, verify=verify)
+    options: dict[str, Any] = {"num_draft_tokens": 3, "schedule": "constant", "verify": verify}
+    return SpeculativeDecoder(tiny("llama").to(device), source(kind, device), **options)
 
 
 def arguments(chosen: list[int]) -> dict[str, Any]:

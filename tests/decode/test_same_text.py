@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_grammars import Allowing, by_turns
-from tiny_loops import DRAFTS, Given, new_tokens, streamed
+from tiny_loops import DRAFTS, EachItsOwn, Given, new_tokens, streamed
 from tiny_models import VOCAB, padded, shared_tiny
 from tiny_mtp import TinyMtp
 from tiny_requests import many, texts
@@ -57,7 +57,7 @@ def arguments(rows: list[int] | None = None) -> dict[str, Any]:
 
 
 def decoder(draft: str = "nothing", num_draft_tokens: int = 3, **options: Any) -> SpeculativeDecoder:
-    own = {"num_draft_tokens": num_draft_tokens, "verify": "gumbel"} | options
+    own = {"num_draft_tokens": num_draft_tokens, "verify": "gumbel", "schedule": "constant"} | options
     return SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), **own)
 
 
@@ -101,7 +101,7 @@ def test_mtp_layers_change_no_text() -> None:
 
 
 def in_other_ways() -> Iterator[tuple[str, Texts]]:
-    for schedule in ("heuristic", "optimal", Given([3, 0, 1, 5, 0, 0, 2])):
+    for schedule in ("heuristic", "auto", Given([3, 0, 1, 5, 0, 0, 2]), EachItsOwn([3, 0, 1, 5, 2])):
         for kind in ("prompt lookup", "perturbed"):
             output = decoder(kind, schedule=schedule).generate(**arguments())
             yield f"{schedule}, {kind}", new_tokens(output)

@@ -160,7 +160,7 @@ def test_closing_ends_all_requests(greedy: SpeculativeDecoder) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(error: BaseException) -> None:
     target = PairModel(random_table(VOCAB, seed=5))
-    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3)
+    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3, schedule="constant")
     expected = texts_alone(decoder, requests(1.0))
     session = decoder.session(2, max_length=60, logprobs="raw")
     handles = [session.submit(Request([5, 6], 50, eos_token_id=())) for _ in range(3)]
@@ -199,7 +199,9 @@ def test_an_idle_session_uses_no_processor_time(greedy: SpeculativeDecoder) -> N
 
 
 def test_many_threads_submit_and_cancel() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["prompt lookup"]("llama"), num_draft_tokens=3)
+    decoder = SpeculativeDecoder(
+        shared_tiny("llama"), DRAFTS["prompt lookup"]("llama"), num_draft_tokens=3, schedule="constant"
+    )
     given = requests(1.0)
     expected = texts_alone(decoder, given)
     wrong: list[Any] = []
@@ -245,7 +247,7 @@ def test_time_that_is_up_ends_a_request(greedy: SpeculativeDecoder, monkeypatch:
 
 def test_stop_strings_of_each_row_and_request(austen: tuple[Any, Any, Any]) -> None:
     target, _, tokenizer = austen
-    decoder = SpeculativeDecoder(target, PromptLookup(min_ngram=1), sampling=GREEDY)
+    decoder = SpeculativeDecoder(target, PromptLookup(min_ngram=1), schedule="constant", sampling=GREEDY)
     prompts = [list(text.encode()) for text in ("It was not to be ", "She had ", "Mr. Darcy said that he would ")]
     strings: list[list[str]] = [[" the", "e"], [], ["h"]]
     ids, mask = padded(prompts, "left")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +12,7 @@ from tiny_loops import (
     DRAFTS,
     GREEDY,
     LENGTH,
+    Given,
     Pauses,
     TokenStreamer,
     decode,
@@ -29,56 +29,58 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 import torch_specops
 from torch_specops import SpeculativeDecoder
 from torch_specops.decode import GenerationStats, Step
-from torch_specops.decode import batch as batch_module
-from torch_specops.decode import runner as runner_module
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.hf import language_model
-from torch_specops.schedules import Constant, Optimal
-
-
-class Timed(PairModel):
-    """A model whose forward over n tokens moves a clock by first + more * (n - 1)."""
-
-    def __init__(self, table: Tensor, clock: list[float], first: float, more: float) -> None:
-        super().__init__(table)
-        self.clock, self.first, self.more = clock, first, more
-
-    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        self.clock[0] += self.first + self.more * (tokens.shape[1] - 1)
-        return super().forward(tokens, positions, num_logits)
-
-
-def test_the_optimal_schedule_measures_the_cost_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    for module in (batch_module, runner_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    table = random_table(8, 0)
-    decoder = SpeculativeDecoder(
-        Timed(table, clock, 1.0, 0.1), Timed(table, clock, 0.2, 0.0), num_draft_tokens=4, schedule="optimal"
-    )
-    output = decoder.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=24, seed=0)
-    assert isinstance(decoder.schedule, Optimal)
-    assert decoder.schedule.buckets == (0, 1, 2, 3, 4)
-    # Four drafts of 0.2, and four more tokens of 0.1 for the target, in target forwards of 1.
-    assert decoder.schedule.cost_ratio == pytest.approx((4 * 0.2 + 4 * 0.1) / 4)
-    # Every draft is accepted, so in the end the largest K is chosen.
-    assert output.stats.acceptance_rate == 1.0 and len(output.stats.proposed_at) == 4
+from torch_specops.schedules import NextStep
 
 
 def test_a_custom_schedule_is_followed_and_told() -> None:
     schedule, limits = Pauses(), [20, 3, 12]
-    schedule.next = mock.Mock(wraps=schedule.next)  # type: ignore[method-assign]
-    schedule.reset = mock.Mock()  # type: ignore[method-assign]
+    schedule.learn = mock.Mock(wraps=schedule.learn)  # type: ignore[method-assign]
+    schedule.reset = mock.Mock(wraps=schedule.reset)  # type: ignore[method-assign]
     steps, output = steps_of("perturbed", 2, schedule=schedule, max_new_tokens=limits)
     assert new_tokens(output) == limited(expected_rows(), limits)
     assert [max(step.num_proposed) for step in steps][:12] == [0, 0, 3] * 4
     schedule.reset.assert_called_once()
     # It is not told of rows that had ended before a step.
     going = [range(3), *([row for row in range(3) if not step.finished[row]] for step in steps)]
-    assert schedule.next.call_args_list == [
-        mock.call([step.num_proposed[row] for row in rows], [step.num_accepted[row] for row in rows])
+    told = [call.args[0] for call in schedule.learn.call_args_list]
+    assert [(past.proposed, past.accepted) for past in told] == [
+        ([step.num_proposed[row] for row in rows], [step.num_accepted[row] for row in rows])
         for step, rows in zip(steps, going, strict=False)
     ]
+    assert [past.num_draft_tokens for past in told[:6]] == [0, 0, 3, 0, 0, 3]
+    # The first step reads the prompts too.
+    assert all(past.seconds is not None and past.seconds > 0 for past in told[1:])
+
+
+class Planned(Given):
+    """A plan of its own before drafts are known, and another one after."""
+
+    def __init__(self, before: list[int], after: list[int]) -> None:
+        super().__init__([3])
+        self.plans = before, after
+
+    def plan(self, step: NextStep) -> list[int]:
+        return self.plans[step.offered is not None]
+
+
+@pytest.mark.parametrize(
+    ("draft", "plan", "limits"),
+    [
+        ("perturbed", ([8, 3, 1], []), r"\[3, 2, 3\], got \[8, 3, 1\]"),
+        ("perturbed", ([1, 1], []), r"\[3, 2, 3\], got \[1, 1\]"),
+        # Compiled steps and rings of states have room for the largest bucket.
+        ("perturbed", ([4, 2, 3], []), r"\[3, 2, 3\], got \[4, 2, 3\]"),
+        ("perturbed", ([1.5, 2, 3], []), r"\[3, 2, 3\], got \[1.5, 2, 3\]"),
+        ("n-gram", ([3, 2, -1], []), r"\[3, 2, 3\], got \[3, 2, -1\]"),
+        ("n-gram", ([3, 2, 3], [3, 2, 4]), r"\[3, 2, 3\], got \[3, 2, 4\]"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(draft: str, plan: tuple[list[int], list[int]], limits: str) -> None:
+    expected = "schedule: expected from Planned.plan one number for each text, from 0 to " + limits
+    with pytest.raises(ValueError, match=expected):
+        decode(draft, 3, schedule=Planned(*plan), max_new_tokens=[20, 3, 12])
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 0.04])
@@ -127,26 +129,34 @@ def test_compiled_steps_have_few_numbers_of_drafts() -> None:
         runner = SpeculativeDecoder(
             PairModel(random_table(8, 0)), PairModel(random_table(8, 1)), schedule="heuristic"
         )._runner
-        runner.compiled, runner._ready = compiled, {(2, False), (5, False), (3, True)}
+        runner.compiled, runner._ready = compiled, dict.fromkeys([(2, False), (5, False), (3, True)])
         assert [runner.smallest_sufficient(*numbers) for numbers in asked] == expected
         # A value below all buckets.
-        runner.schedule, runner._ready = Optimal(0.1, buckets=(4, 8)), set()
+        runner.schedule, runner._ready = Given([4, 8]), {}
         assert runner.smallest_sufficient(3, 9) == (4 if compiled else 3)
 
 
-def test_trimmed_drafts_were_not_proposed() -> None:
-    schedule = Constant(3)
-    schedule.trim = lambda num_proposed: 1  # type: ignore[method-assign]
-    _, output = steps_of("n-gram", 3, schedule=schedule)
-    assert new_tokens(output) == expected_rows() and len(output.stats.proposed_at) == 1
+def test_drafts_that_a_schedule_leaves_out_were_not_proposed() -> None:
+    schedule = Given([3])
+
+    def chosen_of(step: NextStep) -> list[int]:
+        limits = [3, 3, 3] if step.offered is None else [1, 0, 2]
+        return list(map(min, limits, step.offered or step.rooms))
+
+    chosen = mock.Mock(side_effect=chosen_of)
+    schedule.plan = chosen  # type: ignore[method-assign]
+    steps, output = steps_of("n-gram", 3, schedule=schedule, max_new_tokens=9)
+    assert new_tokens(output) == limited(expected_rows(), [9, 9, 9]) and steps[0].num_proposed == [1, 0, 2]
+    known = [call.args[0] for call in chosen.call_args_list][1]
+    assert known.offered == [3, 3, 3] and known.matches is None and known.asks_again
 
 
 # Steps, statistics and streams.
 
 
 def test_steps_and_statistics_agree() -> None:
-    # Prompt lookup is trimmed by this schedule.
-    for draft, schedule in (("perturbed", "constant"), ("prompt lookup", "optimal")):
+    # Of looked-up drafts this schedule chooses some.
+    for draft, schedule in (("perturbed", "constant"), ("prompt lookup", "auto")):
         steps, output = steps_of(draft, 2, schedule=schedule)
         assert streamed(steps) == new_tokens(output) == expected_rows()
         for step in steps:
@@ -224,7 +234,7 @@ class Interrupting(DraftSource):
 
 
 def test_an_interrupt_inside_a_step_keeps_the_steps_before() -> None:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), Interrupting(), sampling=GREEDY)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), Interrupting(), sampling=GREEDY, schedule="constant")
     input_ids, mask = padded(PROMPTS, "left")
     call = {"attention_mask": mask, "max_new_tokens": LENGTH}
     with pytest.raises(KeyboardInterrupt):

@@ -64,7 +64,7 @@ def test_logits_are_those_of_a_plain_computation(
 
 def test_logits_of_rows_that_are_filled_again() -> None:
     target, draft = shared_tiny("llama"), Recorder(trained_drafter())
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, sampling=GREEDY, compile=False)
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, schedule="constant", sampling=GREEDY, compile=False)
     prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(6)]
     requests = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
     for completion in decoder.generate_many(requests, batch_size=2, max_length=40):
@@ -91,7 +91,7 @@ def test_drafts_are_those_of_transformers(family: str, window: int | None, monke
 
     monkeypatch.setattr(generator, "get_candidates", get_candidates)
     draft = Recorder(DFlash.from_pretrained(muse, target).head)
-    output = SpeculativeDecoder(target, draft, sampling=GREEDY, compile=False).generate(
+    output = SpeculativeDecoder(target, draft, schedule="constant", sampling=GREEDY, compile=False).generate(
         INPUT_IDS, attention_mask=MASKS, max_new_tokens=20
     )
     for prompt, tokens in zip(PROMPTS, new_tokens(output), strict=True):
@@ -113,7 +113,7 @@ def test_drafts_are_those_of_transformers(family: str, window: int | None, monke
 
 def test_number_of_drafts() -> None:
     draft = DFlash(trained_drafter())
-    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, sampling=GREEDY)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, schedule="constant", sampling=GREEDY)
     assert decoder.schedule.buckets == (BLOCK - 1,)
     with pytest.raises(ValueError, match="num_draft_tokens: this draft has at most 8 tokens per step, got 9"):
         SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=BLOCK)
@@ -122,7 +122,9 @@ def test_number_of_drafts() -> None:
 def test_text_ends_at_the_capacity() -> None:
     """Where the block reaches beyond it."""
     target, draft = shared_tiny("llama"), Recorder(trained_drafter())
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=1, sampling=GREEDY, max_length=20, compile=False)
+    decoder = SpeculativeDecoder(
+        target, draft, num_draft_tokens=1, schedule="constant", sampling=GREEDY, max_length=20, compile=False
+    )
     output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=13)
     assert new_tokens(output)[0] == greedy_alone(target, PROMPTS[0], 13)
     assert draft.largest_difference(ZLAB, target, output.lengths.tolist()) < 1e-4
@@ -141,7 +143,9 @@ def test_drafts_follow_processors() -> None:
             return draft
 
     draft = Kept(trained_drafter())
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=sampling, compile=False)
+    decoder = SpeculativeDecoder(
+        target, draft, num_draft_tokens=3, schedule="constant", sampling=sampling, compile=False
+    )
     output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=12)
     plain = SpeculativeDecoder(target, None, sampling=sampling).generate(
         INPUT_IDS, attention_mask=MASKS, max_new_tokens=12
@@ -180,7 +184,9 @@ def test_compiled_steps_give_the_eager_tokens(
     found = []
     for compile in (False, True):
         options: dict[str, Any] = {"sampling": MIXED, "compile": compile, "one_graph": one_graph}
-        decoder = SpeculativeDecoder(shared_tiny("llama"), DFlash(trained_drafter()), num_draft_tokens=3, **options)
+        decoder = SpeculativeDecoder(
+            shared_tiny("llama"), DFlash(trained_drafter()), num_draft_tokens=3, schedule="constant", **options
+        )
         for seed in (1, 2):
             output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=20, seed=seed)
             found.append((output.sequences.tolist(), output.stats.accepted_at))
@@ -193,14 +199,14 @@ def test_bfloat16() -> None:
     head = new_head(**SLIDING)
     draft = DFlash(DFlashHead(head.config).bfloat16())
     draft.head.load_state_dict(head.state_dict())
-    decoder = SpeculativeDecoder(target, draft, sampling=MIXED)
+    decoder = SpeculativeDecoder(target, draft, schedule="constant", sampling=MIXED)
     output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=9, seed=1)
     assert draft._caches[0].keys.dtype == torch.bfloat16 and output.lengths.tolist() == [16, 10, 13]
 
 
 def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
     draft = DFlash(trained_drafter())
-    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, sampling=GREEDY, max_length=40)
+    decoder = SpeculativeDecoder(shared_tiny("llama"), draft, schedule="constant", sampling=GREEDY, max_length=40)
     places = []
     for _ in range(2):
         decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=5)

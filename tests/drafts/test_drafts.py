@@ -75,7 +75,12 @@ def test_prompt_lookup_takes_the_steps_of_transformers() -> None:
         model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=theirs, **options)
         greedy = torch_specops.SamplingParams(temperature=0.0)
         decoder = torch_specops.SpeculativeDecoder(
-            model, PromptLookup(ngram, 1, repeat), num_draft_tokens=6, sampling=greedy, compile=False
+            model,
+            PromptLookup(ngram, 1, repeat),
+            num_draft_tokens=6,
+            schedule="constant",
+            sampling=greedy,
+            compile=False,
         )
         ours = [step.tokens[0] for step in decoder.stream(prompt, max_new_tokens=40, eos_token_id=())]
         assert (ours == theirs.heard[1:-1]) == (not repeat), (ngram, repeat)
@@ -154,7 +159,8 @@ def test_suffix_lookup_in_the_loop() -> None:
     """A text that is decoded again is copied from memory, and has the same tokens; traced, too."""
     model = PairModel(TABLE)
     draft = SuffixLookup()
-    decoder = torch_specops.SpeculativeDecoder(model, draft, sampling=torch_specops.SamplingParams(temperature=0.0))
+    sampling = torch_specops.SamplingParams(temperature=0.0)
+    decoder = torch_specops.SpeculativeDecoder(model, draft, schedule="constant", sampling=sampling)
     first, second = (decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=24) for _ in range(2))
     assert torch.equal(first.sequences, second.sequences)
     assert second.stats.num_steps < first.stats.num_steps

@@ -52,7 +52,7 @@ class Editor:
 
 def edited(draft: DraftSource | None, name: str = "input_ids", side: str = "right") -> GenerationOutput:
     sources, mask = padded([source.tolist() for source in SOURCES], side)
-    decoder = SpeculativeDecoder(Editor(name), draft, num_draft_tokens=8, sampling=GREEDY)
+    decoder = SpeculativeDecoder(Editor(name), draft, num_draft_tokens=8, schedule="constant", sampling=GREEDY)
     inputs = {name: sources, "attention_mask": mask}
     return decoder.generate(torch.full((3, 1), 58), inputs=inputs, max_new_tokens=50, eos_token_id=59, pad_token_id=0)
 
@@ -73,7 +73,7 @@ def test_a_copying_task_is_drafted_from_its_input(make: type[DraftSource], side:
 @pytest.mark.parametrize("make", LOOKUPS)
 def test_rows_of_a_session_copy_from_their_own_input(make: type[DraftSource]) -> None:
     """Inputs have any length, and stand beside rows that go on."""
-    decoder = SpeculativeDecoder(Editor(), make(), num_draft_tokens=8, sampling=GREEDY)
+    decoder = SpeculativeDecoder(Editor(), make(), num_draft_tokens=8, schedule="constant", sampling=GREEDY)
     sources = [SOURCES[index] for index in (1, 0, 2, 1, 2)]
     requests = [
         Request([58], 50, eos_token_id=59, inputs={"input_ids": each[None], "attention_mask": torch.ones(1, len(each))})

@@ -53,10 +53,10 @@ class OfThree(Reads):
 
 def test_the_number_of_drafts_may_be_that_of_the_draft() -> None:
     model = shared_tiny("llama")
-    assert SpeculativeDecoder(model, OfThree()).schedule.buckets == (3,)
-    assert SpeculativeDecoder(model, OfThree(), num_draft_tokens=2).schedule.buckets == (2,)
+    assert SpeculativeDecoder(model, OfThree()).schedule.buckets == (0, 3)
+    assert SpeculativeDecoder(model, OfThree(), num_draft_tokens=2).schedule.buckets == (0, 2)
     assert SpeculativeDecoder(model, OfThree(), schedule="heuristic").schedule.buckets == (1, 2, 3)
-    assert SpeculativeDecoder(model, Reads()).schedule.buckets == (5,)
+    assert SpeculativeDecoder(model, Reads()).schedule.buckets == (0, 5)
     cases = [
         ({"num_draft_tokens": 4}, ValueError, "num_draft_tokens: this draft has at most 3 tokens per step, got 4"),
         ({"schedule": Constant(5)}, ValueError, "schedule: this draft has at most 3 tokens per step, got 5"),

@@ -77,11 +77,11 @@ def expected() -> list[list[int]]:
     return new_tokens(decoder.generate(ids, attention_mask=mask, max_new_tokens=LIMITS))
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "pauses", "optimal"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "pauses", "auto"])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_drafting_ends_where_the_draft_can_read_no_more(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
-    schedule = Pauses() if how == "pauses" else "optimal" if how == "optimal" else "constant"
+    schedule = Pauses() if how == "pauses" else "auto" if how == "auto" else "constant"
     options: dict[str, Any] = {"num_draft_tokens": 3, "schedule": schedule, "compile": how == "compiled"}
     decoder = SpeculativeDecoder(PairModel(TABLE), DRAFTS[kind](), sampling=GREEDY, **options)
     ids, mask = padded(TEXTS, "left")

@@ -64,7 +64,7 @@ class Learns(Repeats):
 def test_what_a_draft_has_is_used() -> None:
     """With a target that cannot be hashed."""
     draft = Learns()
-    decoder = SpeculativeDecoder(Unhashable(TABLE), draft, sampling=GREEDY, schedule="optimal")
+    decoder = SpeculativeDecoder(Unhashable(TABLE), draft, sampling=GREEDY, schedule="auto")
     assert torch.equal(decoder.generate(PROMPTS, max_new_tokens=10).sequences, EXPECTED)
     assert draft.calls[:2] == ["start", "catch up"]
     draft.vocab_size = 7
@@ -117,7 +117,8 @@ def test_a_draft_that_does_wrong_is_named() -> None:
                 return function(tokens, lengths)
 
         draft = HierarchicalDraft(PairModel(TABLE), Wrong(), num_inner_tokens=2) if is_inner else Wrong()
-        torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, num_draft_tokens=2, max_new_tokens=6)
+        options = {"num_draft_tokens": 2, "schedule": "constant", "max_new_tokens": 6}
+        torch_specops.generate(PairModel(TABLE), PROMPTS, draft=draft, **options)
 
     cases = [
         (lambda tokens, lengths: tokens[:, :2], TypeError, "draft: expected a Draft from Wrong.propose, got .*Tensor"),
@@ -133,6 +134,11 @@ def test_a_draft_that_does_wrong_is_named() -> None:
         ),
         (lambda tokens, lengths: Draft(tokens[:1, :2]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[1, 2"),
         (lambda tokens, lengths: Draft(tokens[:, :3]), ValueError, r"draft: .* \[2, 2\] or fewer .* got shape \[2, 3"),
+        (
+            with_logits(None, None, [3, 4]),
+            ValueError,
+            r"draft: expected matches \[2\] from .* got <class 'list'>",
+        ),
         (with_logits(torch.zeros(2, 2, 7)), ValueError, r"draft: expected logits \[2, 2, 8\] .* got shape \[2, 2, 7\]"),
         (with_logits(torch.zeros(2, 2, 8), torch.zeros(2)), ValueError, r"draft: expected lse \[2, 2\] .* shape \[2\]"),
         (writes, ValueError, "draft: Wrong.propose wrote into tokens; it may only read them"),

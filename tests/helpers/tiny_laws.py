@@ -21,6 +21,7 @@ from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, 
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.laws import chi_square
+from torch_specops.schedules import Schedule
 
 V = 6
 TRIALS = 24_000
@@ -77,6 +78,7 @@ def first_tokens(
     trials: int = TRIALS,
     verify: str = "exact",
     grammar: Callable[[int], Grammar | None] | None = None,
+    schedule: str | Schedule = "constant",
     **filters: Any,
 ) -> Tensor:
     """[trials, 3] what the loop emits; row b with the grammar of b."""
@@ -86,6 +88,7 @@ def first_tokens(
         num_draft_tokens=num_draft_tokens,
         sampling=SamplingParams(temperature=temperature, **filters),
         verify=verify,
+        schedule=schedule,
     )
     input_ids, mask = prompts(trials)
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "seed": SEED, "eos_token_id": (), "pad_token_id": 0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch_specops.drafts import DFlash, Draft, DraftSource, Eagle3, EarlyExit, 
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.sampling import SamplingTensors
-from torch_specops.schedules import Constant, Schedule
+from torch_specops.schedules import Constant, NextStep, PastStep, Schedule
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 20
@@ -75,7 +74,7 @@ def decode(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     side: str = "left",
     sampling: SamplingParams = GREEDY,
-    schedule: str | Schedule = "constant",
+    schedule: str | Schedule | None = "constant",
     compile: bool | str = "auto",
     **arguments: Any,
 ) -> GenerationOutput:
@@ -176,15 +175,24 @@ class Given(Schedule):
         self.buckets = tuple(sorted(set(counts)))
         self._counts = counts
 
-    def first(self) -> int:
-        self._coming = cycle(self._counts)
-        return next(self._coming)
+    def plan(self, step: NextStep) -> list[int]:
+        limits = step.rooms if step.offered is None else map(min, step.rooms, step.offered)
+        return [min(self._counts[self._place], limit) for limit in limits]
 
-    def next(self, num_proposed: Sequence[int], num_accepted: Sequence[int]) -> int:
-        return next(self._coming)
+    def learn(self, step: PastStep) -> None:
+        self._place = (self._place + 1) % len(self._counts)
 
     def reset(self) -> None:
-        pass
+        self._place = 0
+
+
+class EachItsOwn(Given):
+    """These numbers of drafts, again and again, and each row begins with another of them."""
+
+    def plan(self, step: NextStep) -> list[int]:
+        limits = step.rooms if step.offered is None else map(min, step.rooms, step.offered)
+        wanted = (self._counts[(self._place + index) % len(self._counts)] for index in range(len(step.rooms)))
+        return list(map(min, wanted, limits))
 
 
 class Pauses(Given):

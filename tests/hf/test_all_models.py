@@ -150,6 +150,7 @@ def decoded(model: PreTrainedModel, num_new: int) -> GenerationOutput:
     ids, mask = padded(PROMPTS, "left")
     draft, sampling = PromptLookup(1, 1), SamplingParams(temperature=0.0)
     options: dict[str, Any] = {"attention_mask": mask, "pad_token_id": 0, "max_new_tokens": num_new}
+    options |= {"num_draft_tokens": 5, "schedule": "constant"}
     return torch_specops.generate(model, ids, draft=draft, sampling=sampling, **options)
 
 

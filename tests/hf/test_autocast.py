@@ -141,7 +141,7 @@ def test_compiled_pieces_are_of_one_autocast(draft: str, monkeypatch: pytest.Mon
 
     def new_decoder(compile: bool = False) -> SpeculativeDecoder:
         own = Eagle3(copy.deepcopy(trained_head()).float()) if draft == "eagle 3" else None
-        return SpeculativeDecoder(model, own, num_draft_tokens=2, sampling=GREEDY, compile=compile)
+        return SpeculativeDecoder(model, own, num_draft_tokens=2, schedule="constant", sampling=GREEDY, compile=compile)
 
     expected = in_both_states(new_decoder, **CALL)
     decoder = new_decoder(compile=True)

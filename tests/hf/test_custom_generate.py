@@ -83,7 +83,8 @@ def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
     expected = plain(target, **arguments("llama"), max_new_tokens=14)
 
     def proposed(**named: Any) -> list[int]:
-        output = ours(target, **arguments("llama"), max_new_tokens=14, return_dict_in_generate=True, **named)
+        options = {"max_new_tokens": 14, "schedule": "constant", "return_dict_in_generate": True}
+        output = ours(target, **arguments("llama"), **options, **named)
         assert torch.equal(output.sequences, expected)
         return output.stats.proposed_at
 
@@ -318,7 +319,8 @@ def test_a_drafter_of_transformers_is_read_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
     target, muse = tiny("llama"), new_muse()
     batch = arguments("llama") | {"max_new_tokens": 14}
-    options = {"assistant_model": muse, "speculation_type": "dflash", "return_dict_in_generate": True}
+    options = {"assistant_model": muse, "speculation_type": "dflash", "schedule": "constant"}
+    options |= {"return_dict_in_generate": True}
     expected = ours(target, **batch)
     for compile in (False, True, True):
         output = ours(target, **batch, **options, compile=compile)

@@ -51,7 +51,9 @@ expected = cache(lambda: rows_of(shared()))
 
 def loop(draft: Any = None, target: Any = None, num_drafts: int = 3, **options: Any) -> SpeculativeDecoder:
     target = shared() if target is None else target
-    return SpeculativeDecoder(target, draft, num_draft_tokens=num_drafts, sampling=GREEDY, **options)
+    return SpeculativeDecoder(
+        target, draft, num_draft_tokens=num_drafts, sampling=GREEDY, **({"schedule": "constant"} | options)
+    )
 
 
 def found(decoder: SpeculativeDecoder, **options: Any) -> list[list[int]]:
@@ -84,7 +86,7 @@ DRAFTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_drafts_schedules_and_requests(kind: str) -> None:
     """More requests than rows, prompts of one and two tokens among them; steps without drafts between others."""
-    for schedule in ("optimal", Pauses()):
+    for schedule in ("auto", Pauses()):
         assert found(loop(DRAFTS[kind](), schedule=schedule)) == expected()
     requests = [Request(prompt, NEW - 2 * row) for row, prompt in enumerate((*PROMPTS, [7], [8, 8]))]
     alone = [greedy_alone(shared(), request.input_ids, request.max_new_tokens) for request in requests]
@@ -139,7 +141,7 @@ def test_copied_decoders() -> None:
 def test_drafts_by_the_names_of_transformers(named: dict[str, Callable[[], Any]]) -> None:
     """transformers itself refuses them for models that keep a state."""
     given = {name: make() for name, make in named.items()}
-    call = CALL | {"do_sample": False, "custom_generate": custom_generate}
+    call = CALL | {"do_sample": False, "schedule": "constant", "custom_generate": custom_generate}
     output = shared().generate(IDS, **call, **given, return_dict_in_generate=True)
     assert output.sequences[:, IDS.shape[1] :].tolist() == expected() and output.stats.num_proposed > 0
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

@@ -121,5 +121,5 @@ def test_they_come_from_eager_steps_and_only_on_request() -> None:
     assert ours(TARGET, **(CALL | {"output_logits": False})).logits is None
     assert torch.equal(ours(TARGET, **(CALL | {"return_dict_in_generate": False})), eager.sequences)
     # The loop that measures the cost of a draft first.
-    again = ours(TARGET, **CALL, draft_model=perturbed(TARGET), schedule="optimal")
+    again = ours(TARGET, **CALL, draft_model=perturbed(TARGET), schedule="auto")
     torch.testing.assert_close(again.logits, eager.logits)

@@ -73,6 +73,7 @@ def test_a_row_has_the_text_that_it_has_alone(kind: str) -> None:
     expected = texts_alone(kind)
     ids, mask = padded(PROMPTS, "left")
     options = {"max_new_tokens": NEW, "sampling": SamplingParams(temperature=0.0), "eos_token_id": ()}
+    options |= {"num_draft_tokens": 5, "schedule": "constant"}
     for draft in (None, PromptLookup(1, 1), adapter_of(perturbed(model, 0.01)), EarlyExit(1)):
         output = torch_specops.generate(adapter_of(model), ids, attention_mask=mask, draft=draft, **options)
         assert [output.new_tokens(row) for row in range(len(PROMPTS))] == expected, draft

@@ -85,7 +85,7 @@ def bench(
         int, typer.Option(metavar="N", help="Tokens that every prompt gets; an end-of-text token does not stop it.")
     ] = 32,
     num_draft_tokens: options.NumDraftTokens = None,
-    schedule: options.Schedule = "constant",
+    schedule: options.Schedule = None,
     verify: options.Verify = None,
     temperature: Annotated[
         str | None,
@@ -152,7 +152,7 @@ def bench(
         samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
         if num_draft_tokens is None:
-            num_draft_tokens = default_num_draft_tokens(draft, models.draft)
+            num_draft_tokens = default_num_draft_tokens(models.draft)
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
         for question, own in zip(questions, tokens, strict=True):

@@ -41,7 +41,7 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Stop after N tokens at the latest.")] = 128,
     num_draft_tokens: options.NumDraftTokens = None,
-    schedule: options.Schedule = "constant",
+    schedule: options.Schedule = None,
     verify: options.Verify = None,
     temperature: Annotated[
         float,
@@ -80,7 +80,7 @@ def demo(
             prompt = AUSTEN_PROMPT if target == AUSTEN else PROMPT
         models, tokenizer = load_models(console, target, draft, torch_device)
         if num_draft_tokens is None:
-            num_draft_tokens = default_num_draft_tokens(draft, models.draft)
+            num_draft_tokens = default_num_draft_tokens(models.draft)
         decode_text = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         input_ids = encode(tokenizer, prompt).to(torch_device)
         readable = models.target.max_length

@@ -69,14 +69,10 @@ class Models:
     assistance: Callable[[int], dict[str, Any] | None] = lambda count: None
 
 
-def default_num_draft_tokens(draft: str, source: object) -> int:
-    """K if the user gives none: the draft's own, if it has one.
-
-    On a CPU a forward over 4 tokens costs about as much as two forwards over one token, and more tokens cost little
-    more. Looked-up drafts are free, so many of them pay. A model's drafts cost forwards of their own.
-    """
+def default_num_draft_tokens(source: object) -> int:
+    """K if the user gives none: the draft's own, if it has one. A model's drafts cost forwards of their own."""
     own: int | None = getattr(source, "default_draft_tokens", None)
-    return own or (10 if draft.startswith((PROMPT_LOOKUP, SUFFIX_LOOKUP)) else 2)
+    return own or 2
 
 
 def load_models(

@@ -51,11 +51,12 @@ NumDraftTokens = Annotated[
     ),
 ]
 Schedule = Annotated[
-    Literal["constant", "heuristic", "optimal"],
+    Literal["auto", "constant", "heuristic"] | None,
     typer.Option(
         metavar="NAME",
-        help="'constant': K guesses in every step. 'heuristic': 2 more after a step whose guesses were all right, "
-        "1 fewer after any other. 'optimal': what pays best by the measured costs, up to K.",
+        help="'auto': as many guesses as pay, up to K; the default for guesses that are looked up. 'constant': K "
+        "guesses in every step; the default for others. 'heuristic': 2 more after a step whose guesses were all right, "
+        "1 fewer after any other.",
     ),
 ]
 Verify = Annotated[

@@ -51,7 +51,7 @@ class Provider:
 def make_providers(
     models: Models,
     num_draft_tokens: int,
-    schedule: str = "constant",
+    schedule: str | None = None,
     verify: str | None = None,
     compile: bool | str = "auto",
 ) -> list[Provider]:

@@ -105,6 +105,8 @@ def _record(runs: Sequence[Run]) -> Record:
         "tokens_per_second": new_tokens / sum(statistics.median(run.seconds) for run in runs),
         "num_steps": num_steps,
         "mean_acceptance_length": None if num_row_steps is None else new_tokens / num_row_steps,
+        "drafts_per_step": sum(proposed) / num_row_steps if num_row_steps else None,
+        "steps_without_drafts": 1 - sum(proposed[:1]) / num_row_steps if num_row_steps else None,
         "acceptance_rate": sum(accepted) / sum(proposed) if proposed else None,
         "acceptance_rate_per_position": [n / max(of, 1) for n, of in zip(accepted, proposed, strict=True)],
         "outside_seconds_per_step": None if outside_seconds is None else outside_seconds / num_steps,
@@ -154,6 +156,7 @@ def print_providers(console: Console, results: Sequence[Record]) -> None:
         rows.append([name, *cells, MARKS[row["greedy"]][0]])
     console.print()
     _print_table(console, [title_of(results[0]), *(header for header, *_ in columns), ""], rows, gap=2)
+    _print_drafting(console, [(row["provider"], row) for row in results])
 
 
 def print_categories(console: Console, results: Sequence[Record], totals: Sequence[Record]) -> None:
@@ -164,6 +167,15 @@ def print_categories(console: Console, results: Sequence[Record], totals: Sequen
     rows = [_category_cells(ways, places) for ways in [*by_category(results), *by_category(totals)]]
     console.print(f"\n{title_of(results[0])}", style="bold")
     _print_table(console, headers, rows, gap=1)
+    _print_drafting(console, [(ways[-1]["category"], ways[-1]) for ways in by_category([*results, *totals])])
+
+
+def _print_drafting(console: Console, ways: Sequence[tuple[str, Record]]) -> None:
+    """What the schedule did, a line for each of these."""
+    for name, way in ways:
+        if way["acceptance_rate"] is not None:
+            drafts, without = way["drafts_per_step"], way["steps_without_drafts"]
+            console.print(f"{name}: {drafts:.1f} drafts a row and step, {without:.0%} of these without")
 
 
 def _category_cells(ways: Sequence[Record], places: Sequence[int]) -> list[str]:

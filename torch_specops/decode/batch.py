@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import feature_model, replace_inputs
 from ..drafts.ragged import begin_texts, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
+from ..schedules import NextStep, PastStep
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
 from .models import models_of
@@ -35,6 +37,30 @@ class KeptLogits(Protocol):
     def push(self, logits: Tensor) -> None: ...
 
     def keep(self, num_tokens: list[int]) -> None: ...
+
+
+@dataclass
+class _Begun:
+    """A step whose record was not read yet.
+
+    Args:
+        rows: of the batch when it began.
+        active: those that had not ended.
+        planned: what the schedule was told last.
+        counts: what it chose, for the active rows.
+        num_draft_tokens: K.
+        drafts: [B, K], where the schedule saw them; None = elsewhere.
+        seconds, draft_seconds: as in `PastStep`.
+    """
+
+    rows: list[Row]
+    active: list[int]
+    planned: NextStep
+    counts: list[int]
+    num_draft_tokens: int = 0
+    drafts: list[list[int]] | None = None
+    seconds: float | None = None
+    draft_seconds: float = 0.0
 
 
 class Batch:
@@ -80,15 +106,14 @@ class Batch:
         reads_first |= keeps_states(target)
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
-        if runner.compiled or not runner.cost_is_measured or min(lengths) < max(lengths) or reads_first:
+        if runner.compiled or min(lengths) < max(lengths) or reads_first:
             read_beginnings(target, state.tokens, state.lengths, num_unread=1)
         else:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             begin_texts(target, state.lengths)
             runner.unread_length = max(lengths)
         runner.start_draft(inputs)
-        self._reader: RecordReader[list[Row]] = RecordReader(state.tokens.device)
-        self._wanted: int | None = None
+        self._reader: RecordReader[_Begun] = RecordReader(state.tokens.device)
         runner.synchronize()
         self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(target, runner.draft))
         self.stats.prefill_seconds = time.perf_counter() - started
@@ -139,19 +164,24 @@ class Batch:
         """Run a step; returns the oldest one that was not yet returned."""
         runner = self._runner
         runner.fit()
-        if self._wanted is None:
-            self.stats.compile_seconds += runner.measure_cost()
-            self._wanted = runner.schedule.first()
         while True:
-            going = [row for row in self.rows if not row.ended]
+            active = [index for index, row in enumerate(self.rows) if not row.ended]
+            going = [self.rows[index] for index in active]
             masks = self._masks if any(row.grammar is not None for row in going) else None
-            needed = runner.most_drafts(going)
-            num_draft_tokens = runner.smallest_sufficient(self._wanted, needed, masks is not None)
+            rooms = runner.rooms(going)
+            planned = self._next_step(going, rooms)
+            self._begun = begun = _Begun(list(self.rows), active, planned, self._plan(planned))
+            wanted, needed = max(begun.counts, default=0), max(rooms, default=0)
+            num_draft_tokens = runner.smallest_sufficient(wanted, needed, masks is not None)
             self.stats.compile_seconds += runner.prepare(num_draft_tokens, masks is not None)
+            begun.num_draft_tokens, reads_prompts = num_draft_tokens, runner.unread_length is not None
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()
-            trim = runner.schedule.trim_refilled if self._is_refilled else runner.schedule.trim
-            self._reader.push(runner.run(num_draft_tokens, trim, masks), list(self.rows))
+            self._reader.push(runner.run(num_draft_tokens, self._choose, masks), begun)
+            if not reads_prompts:
+                begun.draft_seconds = runner.draft_seconds
+                seconds = runner.captured_seconds(num_draft_tokens, masks is not None)
+                begun.seconds = time.perf_counter() - before - begun.draft_seconds if seconds is None else seconds
             results, self._read_early = self._read_early, None
             if results is None:
                 read = self._reader.pop()
@@ -160,6 +190,80 @@ class Batch:
                 seconds = time.perf_counter() - before
                 self.stats.seconds += seconds
                 return Step(*results, seconds)
+
+    def _next_step(self, going: Sequence[Row], rooms: list[int]) -> NextStep:
+        runner = self._runner
+        if runner.is_fixed:
+            # Which steps have few drafts because there is little room is not for the schedule to decide.
+            rooms = [max(runner.schedule.buckets) if room > 0 else 0 for room in rooms]
+        return NextStep(
+            texts=list(map(id, going)),
+            rooms=rooms,
+            left=[row.limit - row.length for row in going],
+            num_rows=len(self.rows),
+            is_fixed=runner.is_fixed,
+            is_refilled=self._is_refilled,
+            asks_again=runner.looks_up,
+        )
+
+    def _plan(self, step: NextStep) -> list[int]:
+        schedule = self._runner.schedule
+        counts = list(schedule.plan(step))
+        largest = max(schedule.buckets)
+        limits = [min(room, largest) for room in (step.rooms if step.offered is None else step.offered)]
+        are_numbers = len(counts) == len(limits) and all(isinstance(own, int) for own in counts)
+        if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
+            raise ValueError(
+                f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
+                f"got {counts}"
+            )
+        return counts
+
+    def _choose(self, proposal: Draft, num_proposed: Tensor) -> list[int]:
+        """How many drafts of each row to verify, for `StepRunner.run`."""
+        begun, offered, counts = self._begun, num_proposed.tolist(), [0] * len(num_proposed)
+        if self._runner.draft is None:
+            # A grammar forces these.
+            return offered
+        own = [offered[index] for index in begun.active]
+        chosen = list(map(min, begun.counts, own))
+        if begun.planned.asks_again:
+            matches = None if proposal.matches is None else proposal.matches[begun.active].tolist()
+            begun.planned = replace(begun.planned, offered=own, matches=matches)
+            begun.drafts, chosen = proposal.tokens.tolist(), self._plan(begun.planned)
+            # Tokens that a grammar forces are certain.
+            with_grammar = [self.rows[index].grammar is not None for index in begun.active]
+            chosen = [all_ if forced else few for all_, few, forced in zip(own, chosen, with_grammar, strict=True)]
+        for index, count in zip(begun.active, chosen, strict=True):
+            counts[index] = count
+        return counts
+
+    def _learn(self, begun: _Begun, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]) -> None:
+        """Tell the schedule what became of a step."""
+        known = right = None
+        if begun.drafts is not None and begun.planned.offered is not None:
+            # Those that a grammar has changed say nothing of lookups.
+            new = [tokens[index] if begun.rows[index].grammar is None else [] for index in begun.active]
+            known = list(map(min, begun.planned.offered, map(len, new)))
+            right = [
+                next((place for place in range(count) if drafts[place] != own[place]), count)
+                for count, own, drafts in zip(known, new, (begun.drafts[index] for index in begun.active), strict=True)
+            ]
+        self._runner.schedule.learn(
+            PastStep(
+                begun.planned.texts,
+                begun.planned.num_rows,
+                proposed=[num_proposed[index] for index in begun.active],
+                accepted=[num_accepted[index] for index in begun.active],
+                num_draft_tokens=begun.num_draft_tokens,
+                is_fixed=begun.planned.is_fixed,
+                matches=begun.planned.matches,
+                known=known,
+                right=right,
+                seconds=begun.seconds,
+                draft_seconds=begun.draft_seconds,
+            )
+        )
 
     def _masks(self, proposal: Draft, is_fixed: bool) -> tuple[Draft, Tensor]:
         """The drafts to verify and their bitmask, for `StepRunner.run`."""
@@ -181,16 +285,15 @@ class Batch:
             tokens, bitmask = (each.pin_memory().to(device, non_blocking=True) for each in (tokens, bitmask))
         probabilities = (proposal.logits, proposal.lse)
         logits, lse = (None if each is None else each[:, : tokens.shape[1]] for each in probabilities)
-        return Draft(tokens, logits, lse), bitmask
+        return Draft(tokens, logits, lse, proposal.matches), bitmask
 
-    def _read(self, record: Tensor, rows: list[Row]) -> RowResults:
-        """Count a step, and end the rows that it ended. `rows` are those that the batch had when the step began."""
+    def _read(self, record: Tensor, begun: _Begun) -> RowResults:
+        """Count a step, and end the rows that it ended."""
         tokens, num_accepted, num_proposed, finished = results = unpack_record(record)
-        runner, active = self._runner, []
+        self._learn(begun, tokens, num_accepted, num_proposed)
+        runner = self._runner
         num_before = [len(row.tokens) for row in self.rows]
-        for index, (then, row) in enumerate(zip(rows, self.rows, strict=True)):
-            if not row.ended:
-                active.append(index)
+        for index, (then, row) in enumerate(zip(begun.rows, self.rows, strict=True)):
             if then is not row or row.ended:
                 # The host has ended the text, which the device had not seen.
                 tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
@@ -225,8 +328,6 @@ class Batch:
         if ended and runner.draft is not None:
             with normal_tensors():
                 runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
-        counts = ([each[index] for index in active] for each in (num_proposed, num_accepted))
-        self._wanted = runner.schedule.next(*counts)
         return results
 
     # Outside inference mode, because users train on what was generated.

@@ -39,7 +39,7 @@ def generate(
     *,
     draft: AnyDraft = None,
     num_draft_tokens: int | None = None,
-    schedule: str | Schedule = "constant",
+    schedule: str | Schedule | None = None,
     verify: str | None = None,
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
@@ -104,10 +104,10 @@ class SpeculativeDecoder:
         num_draft_tokens: K >= 1, drafts per step; None = the draft's own number (`default_draft_tokens`), or 5. A
             `Schedule` object overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step
             uses the smallest sufficient K that is already compiled.
-        schedule: "constant"; "heuristic" (begin with K; 2 more after a step whose drafts were all accepted, otherwise 1
-            fewer; at most 20, or K if that is more; compiled steps round down, as `schedules.Heuristic` says);
-            "optimal" (Leviathan et al. 2023, theorem 3.8, with at most K: the acceptance rate is tracked, the cost of a
-            draft is measured once, before the first step); or a `Schedule`.
+        schedule: how many of the K are drafted and verified. "auto" (as many as pay, by measured times and acceptance;
+            `schedules.Auto`); "constant" (K); "heuristic" (begin with K; 2 more after a step whose drafts were all
+            accepted, otherwise 1 fewer; at most 20, or K if that is more; compiled steps round down, as
+            `schedules.Heuristic` says); or a `Schedule`. None = "auto" for deterministic drafts, otherwise "constant".
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
             (`SamplingParams.from_generation_config` takes that). `generate` can override it for one call.
         verify: "gumbel" (`verify_gumbel`: the text of a row depends on its seed, and not on the draft); "exact"
@@ -149,7 +149,7 @@ class SpeculativeDecoder:
         draft: AnyDraft = None,
         *,
         num_draft_tokens: int | None = None,
-        schedule: str | Schedule = "constant",
+        schedule: str | Schedule | None = None,
         sampling: SamplingParams | None = None,
         verify: str | None = None,
         lenience: float = 1.0,
@@ -167,7 +167,8 @@ class SpeculativeDecoder:
         if num_draft_tokens is None:
             num_draft_tokens = getattr(self.draft, "default_draft_tokens", None) or 5
         checks.check_int("num_draft_tokens", num_draft_tokens, 1)
-        chosen = schedules.as_schedule(schedule, num_draft_tokens, getattr(self.draft, "max_draft_tokens", None))
+        limit, deterministic = (getattr(self.draft, name, None) for name in ("max_draft_tokens", "deterministic"))
+        chosen = schedules.as_schedule(schedule, num_draft_tokens, limit, bool(deterministic))
         if draft is None:
             chosen = schedules.Constant(0)
         self.sampling = checked_sampling(sampling) or SamplingParams()
@@ -181,15 +182,7 @@ class SpeculativeDecoder:
         if verify == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
         check_pair(self.target, self.draft)
-        self._runner = StepRunner(
-            self.target,
-            self.draft,
-            verifier,
-            chosen,
-            measures_cost=schedule == "optimal" and draft is not None,
-            compile=compile,
-            one_graph=one_graph,
-        )
+        self._runner = StepRunner(self.target, self.draft, verifier, chosen, compile=compile, one_graph=one_graph)
         self._guard = Guard(self.target, self.draft)
         # The batch or session of the newest call.
         self._newest: Batch | Session | None = None
@@ -205,7 +198,7 @@ class SpeculativeDecoder:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in use; with "optimal" it is replaced once the cost of a draft is measured."""
+        """The schedule in use."""
         return self._runner.schedule
 
     @property

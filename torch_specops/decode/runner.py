@@ -19,13 +19,13 @@ from ..drafts.base import readable_lengths, static_tensors_of
 from ..drafts.ragged import expect_tokens
 from ..grammars import Grammar
 from ..ops.tracing import normal_tensors
-from ..schedules import Optimal, Schedule, Trim
+from ..schedules import Schedule
 from .grammar import MAX_FORCED, all_allowed
 from .graphs import CapturedStep, Masks, capture, capture_in_two, parts_of
 from .models import models_of
 from .rows import Row
 from .state import DecodeState, Texts, copy_state, moved, shape_of, tensors_of
-from .step import Verifier, propose, speculative_step, verify_and_commit
+from .step import Choose, Verifier, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner"]
 
@@ -39,14 +39,12 @@ class StepRunner:
     Args:
         target, draft, verify: the parts of a step.
         schedule: chooses the number of drafts.
-        measures_cost: the cost of a draft is to be measured before the first step.
         compile: as `SpeculativeDecoder` takes it.
         one_graph: compile a step as a single graph instead of in pieces.
 
     Attributes:
         compiled, compile_reason: whether steps are compiled, and why.
-        schedule: the one in use.
-        cost_is_measured: False until a cost that is to be measured has been.
+        draft_seconds: of proposing in the newest step, as far as it was a part of its own.
         texts: those that were begun in rows of the batch.
         unread_length: the length of every row if the next step must read the prompts too; None = the target has read
             them.
@@ -60,7 +58,6 @@ class StepRunner:
         verify: Verifier,
         schedule: Schedule,
         *,
-        measures_cost: bool = False,
         compile: bool | str = False,
         one_graph: bool = False,
     ) -> None:
@@ -68,7 +65,7 @@ class StepRunner:
         self.draft = draft
         self.verify = verify
         self.schedule = schedule
-        self.cost_is_measured = not measures_cost
+        self.draft_seconds = self._started = 0.0
         self.compiled = False
         self.unread_length: int | None = None
         self.keep_logits: Callable[[Tensor], object] | None = None
@@ -90,8 +87,8 @@ class StepRunner:
         self._is_outgrown = False
         # By K, and whether the steps have a bitmask.
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
-        # The keys whose steps are compiled and captured.
-        self._ready: set[tuple[int, bool]] = set()
+        # The keys whose steps are compiled and captured, and how long a captured one takes.
+        self._ready: dict[tuple[int, bool], float | None] = {}
         # The tensors that the graphs read and write, held so that no new tensor can take their addresses.
         self._captured: list[Tensor] = []
         # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
@@ -100,7 +97,7 @@ class StepRunner:
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process.
-        return vars(self) | {"_graphs": {}, "_ready": set(), "_captured": [], "_capture_stream": None}
+        return vars(self) | {"_graphs": {}, "_ready": {}, "_captured": [], "_capture_stream": None}
 
     @property
     def state(self) -> DecodeState:
@@ -109,9 +106,15 @@ class StepRunner:
         return self._state
 
     @property
-    def _is_compiled(self) -> bool:
-        """Whether the next step is."""
+    def is_fixed(self) -> bool:
+        """The next step is compiled, so that all rows have the same number of drafts."""
         return self.compiled and self._set_aside is None
+
+    @property
+    def looks_up(self) -> bool:
+        """The host sees drafts that cost no forward before the target reads them."""
+        is_eager_cpu = not self.compiled and self.target.device.type == "cpu"
+        return is_eager_cpu and self.draft is not None and self.draft.looks_up and self.draft.deterministic
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.
@@ -194,7 +197,7 @@ class StepRunner:
         if self.draft is not None and self.draft.compiles_itself:
             # The draft has no pieces of its own if the step is one graph.
             key = self._shape, self._compile_keys
-            self.draft.compile(key if self._is_compiled and not self._one_graph else None)
+            self.draft.compile(key if self.is_fixed and not self._one_graph else None)
 
     def fill(self, texts: Mapping[int, DecodeState]) -> None:
         """Begin texts, each alone in its batch, in rows that have ended."""
@@ -252,23 +255,24 @@ class StepRunner:
         self._ready.clear()
         self._captured = []
 
-    def run(self, num_draft_tokens: int, trim: Trim | None = None, masks: Masks | None = None) -> Tensor:
+    def run(self, num_draft_tokens: int, choose: Choose | None = None, masks: Masks | None = None) -> Tensor:
         """Run one step and return its record.
 
         Args:
             num_draft_tokens: K.
-            trim: chooses how many of the drafts to verify in an eager step on a CPU (`Schedule.trim`); None = all K,
+            choose: as `verify_and_commit` takes it, for an eager step on a CPU; None = all K drafts are verified,
                 padding included.
             masks: asks grammars between the drafts and their verification; None = no row has one.
         """
+        self._started, self.draft_seconds = time.perf_counter(), 0.0
         self._num_eager_steps += not self.compiled
         if num_draft_tokens == 0:
             # Rows that are too long for the draft need no catching up.
             self._num_undrafted += not self._is_outgrown
         else:
             self._catch_up()
-        captured = self._graphs.get((num_draft_tokens, masks is not None)) if self._is_compiled else None
-        return self._step(num_draft_tokens, trim, masks) if captured is None else captured.replay(masks)
+        captured = self._graphs.get((num_draft_tokens, masks is not None)) if self.is_fixed else None
+        return self._step(num_draft_tokens, choose, masks) if captured is None else captured.replay(masks)
 
     def _catch_up(self) -> None:
         """Let the draft read what steps without drafts emitted, before it reads anything behind that."""
@@ -282,14 +286,17 @@ class StepRunner:
         self.state.lengths[row].fill_(length)
         self.state.finished[row].fill_(True)
 
-    def most_drafts(self, going: Sequence[Row]) -> int:
-        """The most drafts that one of these rows, which have not ended, can use; the last token needs none."""
+    def rooms(self, going: Sequence[Row]) -> list[int]:
+        """The most drafts that each of these rows, which have not ended, can use; the last token needs none."""
         readable = None if self.draft is None else self.draft.max_length
-        rooms = [row.limit - row.length - 1 for row in going]
-        of_draft = rooms if readable is None else [readable + 1 - row.length for row in going]
-        most = max(map(min, rooms, of_draft), default=0)
-        self._is_outgrown = most <= 0 < max(rooms, default=0)
-        return max(most, 0)
+        left = [row.limit - row.length - 1 for row in going]
+        most = (
+            left
+            if readable is None
+            else [min(readable + 1 - row.length, n) for row, n in zip(going, left, strict=True)]
+        )
+        self._is_outgrown = max(most, default=0) <= 0 < max(left, default=0)
+        return [max(each, 0) for each in most]
 
     def smallest_sufficient(self, wanted: int, needed: int, masked: bool = False) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
@@ -306,7 +313,7 @@ class StepRunner:
     def prepare(self, num_draft_tokens: int, masked: bool = False) -> float:
         """Compile and capture the step for this K, with or without a bitmask, if it is not ready; returns the seconds
         that took."""
-        if not self._is_compiled or (num_draft_tokens, masked) in self._ready:
+        if not self.is_fixed or (num_draft_tokens, masked) in self._ready:
             return 0.0
         if num_draft_tokens > 0:
             self._catch_up()
@@ -316,44 +323,40 @@ class StepRunner:
                 self._capture(num_draft_tokens, masks)
             else:
                 self._step(num_draft_tokens, masks=masks)
-        self._ready.add((num_draft_tokens, masked))
+            self._ready[num_draft_tokens, masked] = self._replay_seconds(num_draft_tokens, masked)
         return time.perf_counter() - started
 
-    def measure_cost(self) -> float:
-        """If the cost of a draft is to be measured, and was not yet, replace the schedule by the `Optimal` one for it.
-        The cost has two parts: the draft's own forward, and one more token for the target to read. The state does not
-        change. Returns the seconds spent compiling."""
-        if self.cost_is_measured:
-            return 0.0
-        compiling, medians, most = 0.0, [], self.schedule.buckets[-1]
-        for num_draft_tokens in (0, most):
-            compiling += self.prepare(num_draft_tokens)
-            times = []
-            with self._all_finished():
-                for _ in range(3):
-                    self.synchronize()
-                    started = time.perf_counter()
-                    self.run(num_draft_tokens)
-                    self.synchronize()
-                    times.append(time.perf_counter() - started)
-            medians.append(sorted(times)[1])
-        plain, drafting = medians
-        self.schedule = Optimal(max(drafting - plain, 0.0) / (most * plain), buckets=self.schedule.buckets)
-        self.cost_is_measured = True
-        return compiling
+    def _replay_seconds(self, num_draft_tokens: int, masked: bool) -> float | None:
+        """The time of a captured step; it must change no row."""
+        step = self._graphs.get((num_draft_tokens, masked))
+        if step is None:
+            return None
+        masks, seconds = partial(all_allowed, self.target.vocab_size) if masked else None, []
+        for _ in range(3):
+            self.synchronize()
+            started = time.perf_counter()
+            step.replay(masks)
+            self.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    def captured_seconds(self, num_draft_tokens: int, masked: bool) -> float | None:
+        """How long the captured step takes; None = it is not captured."""
+        return self._ready.get((num_draft_tokens, masked)) if self.is_fixed else None
 
     def synchronize(self) -> None:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
-    def _step(self, num_draft_tokens: int, trim: Trim | None = None, masks: Masks | None = None) -> Tensor:
-        if self._is_compiled and self._one_graph:
+    def _step(self, num_draft_tokens: int, choose: Choose | None = None, masks: Masks | None = None) -> Tensor:
+        if self.is_fixed and self._one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
             return step(self.target, self.draft, self.state, num_draft_tokens, self.verify)
         proposal, bitmask = self._propose(num_draft_tokens), None
+        self.draft_seconds = time.perf_counter() - self._started
         if masks is not None:
             proposal, bitmask = masks(proposal, self.compiled)
-        return self._verify(num_draft_tokens, proposal, bitmask, trim)
+        return self._verify(num_draft_tokens, proposal, bitmask, choose)
 
     def _propose(self, num_draft_tokens: int) -> Draft:
         compiles_itself = self.draft is None or self.draft.compiles_itself
@@ -361,16 +364,16 @@ class StepRunner:
         return draft(self.draft, self.state, num_draft_tokens, self.target.vocab_size)
 
     def _verify(
-        self, num_draft_tokens: int, proposal: Draft, bitmask: Tensor | None = None, trim: Trim | None = None
+        self, num_draft_tokens: int, proposal: Draft, bitmask: Tensor | None = None, choose: Choose | None = None
     ) -> Tensor:
         if self.compiled or self.state.tokens.device.type != "cpu":
-            trim = None
+            choose = None
         unread_length, self.unread_length = self.unread_length, None
         verify = self._piece(verify_and_commit, num_draft_tokens, bitmask is not None)
-        return verify(self.target, self.state, proposal, self.verify, unread_length, trim, self.keep_logits, bitmask)
+        return verify(self.target, self.state, proposal, self.verify, unread_length, choose, self.keep_logits, bitmask)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-        return self._pieces.get(function, self._shape, self._compile_keys, *key) if self._is_compiled else function
+        return self._pieces.get(function, self._shape, self._compile_keys, *key) if self.is_fixed else function
 
     @contextmanager
     def _all_finished(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,16 +22,19 @@ from ..ops import sample, verify_block, verify_exact, verify_gumbel, verify_sigm
 from ..ops.uniforms import verification_uniforms
 from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
-from ..schedules import Trim
 from .state import DecodeState
 
 __all__ = [
+    "Choose",
     "Verifier",
     "propose",
     "speculative_step",
     "unpack_record",
     "verify_and_commit",
 ]
+
+# From a step's drafts, and how many each row has [B], to how many of each row to verify.
+Choose = Callable[[Draft, Tensor], list[int]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def verify_and_commit(
     proposal: Draft,
     verify: Verifier,
     unread_length: int | None = None,
-    trim: Trim | None = None,
+    choose: Choose | None = None,
     keep_logits: Callable[[Tensor], object] | None = None,
     bitmask: Tensor | None = None,
 ) -> Tensor:
@@ -144,15 +147,15 @@ def verify_and_commit(
         proposal: tokens [B, K].
         unread_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
-        trim: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change:
-            drafts are then trimmed, rows are read in groups, and the host waits for the drafts.
+        choose: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change: no
+            padding is then read, and the host waits for the drafts.
         keep_logits: called in an eager step with the target's logits [B, K+1, V].
         bitmask: [B, K+1, ceil(V / 32)] int32, the tokens that a grammar allows at each position; None = all.
     """
     room = torch.where(state.finished, 0, state.limits - state.lengths)
     proposal, num_proposed = _checked(proposal, room, target.vocab_size)
-    if trim is not None and proposal.tokens.shape[1] > 0:
-        proposal, num_proposed = _trimmed(proposal, num_proposed, state.finished, trim)
+    if choose is not None and proposal.tokens.shape[1] > 0:
+        proposal, num_proposed = _first_drafts(proposal, choose(proposal, num_proposed))
     num_draft_tokens = proposal.tokens.shape[1]
     num_unread = unread_length or 1
     index = torch.arange(num_unread + num_draft_tokens, device=room.device)
@@ -160,9 +163,11 @@ def verify_and_commit(
     unread = state.tokens.gather(1, positions[:, :num_unread])
     if num_draft_tokens > 0:
         unread = torch.cat([unread, proposal.tokens.clamp(min=0)], 1)
-    may_group = trim is not None and unread_length is None and unread.shape[0] > 1
-    if may_group and can_read_rows(target):
-        target_logits = read_ragged(target, unread, positions, num_proposed, state.finished)
+    is_ragged = choose is not None and unread_length is None and unread.shape[0] > 1
+    if is_ragged and can_read_rows(target):
+        # Processors, and those who keep the logits, get all rows, and may not take NaN.
+        is_filled = keep_logits is not None or state.sampling.processors is not None
+        target_logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
     if keep_logits is not None:
@@ -197,19 +202,17 @@ def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Ten
     # The last token before the limit is the next token, which needs no draft.
     is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
     is_draft = is_inside & (tokens >= 0) & (tokens < vocab_size)
-    return Draft(torch.where(is_draft, tokens, -1), proposal.logits, proposal.lse), is_draft.cumprod(1).sum(1)
+    return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
 
-def _trimmed(proposal: Draft, num_proposed: Tensor, finished: Tensor, trim: Trim) -> tuple[Draft, Tensor]:
-    """The first drafts of every row, and how many each row then has. Dropped are positions with padding in all rows
-    and, if the draft is deterministic, drafts that the schedule does not want verified."""
-    counts = num_proposed[~finished].tolist()
-    count = trim(counts) if proposal.logits is None else max(counts, default=0)
-    if count == proposal.tokens.shape[1]:
+def _first_drafts(proposal: Draft, counts: list[int]) -> tuple[Draft, Tensor]:
+    """The first drafts of every row, as many as `counts` says, and these numbers [B]."""
+    most, num_proposed = max(counts), torch.tensor(counts, device="cpu")
+    if min(counts) == proposal.tokens.shape[1]:
         return proposal, num_proposed
-    logits = None if proposal.logits is None else proposal.logits[:, :count]
-    lse = None if proposal.lse is None else proposal.lse[:, :count]
-    return Draft(proposal.tokens[:, :count], logits, lse), num_proposed.clamp(max=count)
+    tokens = torch.where(torch.arange(most, device="cpu") < num_proposed.unsqueeze(1), proposal.tokens[:, :most], -1)
+    probabilities = (None if each is None else each[:, :most] for each in (proposal.logits, proposal.lse))
+    return Draft(tokens, *probabilities), num_proposed
 
 
 def _processed(state: DecodeState, drafts: Tensor, target_logits: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -35,15 +35,20 @@ class Draft:
     """K proposed tokens per sequence, and the distribution they were drawn from.
 
     Args:
-        tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified.
+        tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified. Where the
+            padding of sampled drafts begins may depend on the text, and for draft j on the drafts before it and on
+            their distribution q_j, never on which token was drawn from q_j: that would change the law.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
             filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
+        matches: [B] int64, for drafts that were looked up: how many tokens at the end of each text stand before the
+            place that they were found at; None = not known. `Auto` learns from it.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     lse: Tensor | None = None
+    matches: Tensor | None = None
 
 
 def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
@@ -65,6 +70,8 @@ class DraftSource(ABC):
 
     Attributes:
         deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
+        looks_up: True = the source is deterministic and proposes in a small part of a step's time. An eager step on a
+            CPU then asks for K drafts, and the schedule chooses how many of those that were found to verify.
         vocab_size: the number of tokens that the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
         max_length: the longest sequence it can read; None = no limit known. A longer row gets no drafts any more: in
@@ -80,6 +87,7 @@ class DraftSource(ABC):
     """
 
     deterministic: bool = True
+    looks_up: bool = False
     vocab_size: int | None = None
     device: torch.device | None = None
     max_length: int | None = None
@@ -193,7 +201,7 @@ def proposal_of(
     if limit is None:
         return draft
     num_read = lengths.unsqueeze(1) + torch.arange(draft.tokens.shape[1], device=lengths.device)
-    return Draft(torch.where(num_read <= limit, draft.tokens, -1), draft.logits, draft.lse)
+    return replace(draft, tokens=torch.where(num_read <= limit, draft.tokens, -1))
 
 
 def _checked_proposal(
@@ -217,9 +225,16 @@ def _checked_proposal(
     shape, most = list(draft.tokens.shape), [len(tokens), num_draft_tokens]
     if len(shape) != 2 or shape[0] != most[0] or shape[1] > most[1]:
         raise ValueError(f"draft: expected tokens {most} or fewer from {name}, got shape {shape}")
-    for part, value, expected in (("logits", draft.logits, [*shape, vocab_size]), ("lse", draft.lse, shape)):
-        if value is not None and list(value.shape) != expected:
-            raise ValueError(f"draft: expected {part} {expected} from {name}, got shape {list(value.shape)}")
+    for part, value, expected in (
+        ("logits", draft.logits, [*shape, vocab_size]),
+        ("lse", draft.lse, shape),
+        ("matches", draft.matches, shape[:1]),
+    ):
+        if value is not None and list(getattr(value, "shape", ())) != expected:
+            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ValueError(f"draft: expected {part} {expected} from {name}, got {found}")
+    if draft.matches is not None and draft.matches.dtype != torch.int64:
+        raise TypeError(f"draft: expected int64 matches from {name}, got {draft.matches.dtype}")
     if is_eager_cpu(tokens, lengths):
         largest = int(draft.tokens.max()) if draft.tokens.numel() > 0 else -1
         if largest >= vocab_size:
@@ -229,7 +244,7 @@ def _checked_proposal(
         for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
             if not torch.equal(copied, given):
                 raise ValueError(f"draft: {name} wrote into {part}; it may only read them")
-    return Draft(draft.tokens.long(), draft.logits, draft.lse)
+    return replace(draft, tokens=draft.tokens.long())
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..ops.tracing import normal_tensors
+from ..ops.tracing import is_eager_cpu, normal_tensors
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
@@ -20,6 +20,8 @@ __all__ = ["PromptLookup", "SuffixLookup"]
 # `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
 # NUM_TOKENS tokens.
 NUM_PLACES, NUM_TOKENS = 32, 3
+# `PromptLookup` counts the tokens of its match up to so many.
+LONGEST_MATCH = 20
 
 
 class _Lookup(DraftSource):
@@ -27,6 +29,9 @@ class _Lookup(DraftSource):
     from these too: they stand before the text (Leviathan et al. 2023, section 3.6, copies from the context; shallow
     aggressive decoding, Sun et al. 2021, from the input). Every text before the row's own ends with a -1, so that no
     draft reaches beyond it."""
+
+    looks_up = True
+    default_draft_tokens = 10
 
     # [B, S] int64, the encoder's tokens, with -1 in place of padding and at the end; None = there are none.
     _input: Tensor | None = None
@@ -114,7 +119,10 @@ class PromptLookup(_Lookup):
         end = width - 1 - best % width
         ahead = torch.arange(num_draft_tokens, device=text.device)
         found = (best >= 0) & (self.repeat | (ahead < last - end))
-        return Draft(torch.where(found, _following(text, last, end, num_draft_tokens).squeeze(1), -1))
+        drafts = torch.where(found, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
+        # Only a host that waits for the drafts goes by it.
+        matches = _shared(text, last, end, own, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
+        return Draft(drafts, matches=matches)
 
 
 class SuffixLookup(_Lookup):
@@ -203,7 +211,7 @@ class SuffixLookup(_Lookup):
             draft = torch.where(is_likely, token.gather(1, best), -1)
             agrees = agrees & is_likely & (token == draft)
             drafts.append(draft)
-        return Draft(torch.cat(drafts, 1))
+        return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
 
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
         """[B, C] places, the newest first, and the number of tokens, read backwards, that equal those at the row's
@@ -214,12 +222,7 @@ class SuffixLookup(_Lookup):
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
 
-        # The number of tokens that they share in all.
-        back = torch.arange(self.max_ngram, device=text.device)
-        is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
-        before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)
-        suffix = text.gather(1, (last - back).clamp(min=0)).unsqueeze(1)
-        return end, (is_inside & (before == suffix)).cumprod(2).sum(2) * (rank >= 0)
+        return end, _shared(text, last, end, own, self.max_ngram) * (rank >= 0)
 
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:
@@ -242,6 +245,15 @@ def _match_lengths(text: Tensor, last: Tensor, own: int, most: int) -> Tensor:
         alive = alive & (position >= back) & (last - back >= own) & (text.roll(back, 1) == token)
         lengths += alive
     return lengths
+
+
+def _shared(text: Tensor, last: Tensor, end: Tensor, own: int, most: int) -> Tensor:
+    """[B, C] for places `end` [B, C], how many tokens, read backwards, equal those at the row's end; at most `most`."""
+    back = torch.arange(most, device=text.device)
+    is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
+    before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)
+    suffix = text.gather(1, (last - back).clamp(min=0)).unsqueeze(1)
+    return (is_inside & (before == suffix)).cumprod(2).sum(2)
 
 
 def _following(text: Tensor, last: Tensor, end: Tensor, count: int) -> Tensor:

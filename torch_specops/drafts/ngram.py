@@ -69,7 +69,7 @@ class NGram(DraftSource):
         self.vocab_size = vocab_size
         self.order = order
         self.max_candidates = max_candidates
-        self.deterministic = log_counts is None
+        self.deterministic = self.looks_up = log_counts is None
         self.device = contexts.device
 
     @classmethod

@@ -21,23 +21,21 @@ __all__ = [
     "read_beginnings",
     "read_ragged",
     "read_texts",
-    "row_groups",
 ]
 
-# Rows that are read together, and how many tokens of each.
-Group = tuple[list[int], int]
-# Groups must cost less than this share of the padded forward, because their rows are gathered from the cache. Where at
-# most half of the rows are read, gathering them costs less than the attention of the others.
-MAX_RELATIVE_COST = 0.75
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32
+# Padded rows are packed if that costs at most this share of reading them padded, because of what packing costs itself.
+PACKED_COST = 0.9
 
 
 class RowReader(LanguageModel, Protocol):
     """A language model that can read some rows of its batch and leave the others unchanged.
 
-    It may have `copy_rows(sources, width)`: row i then has read what row sources[i] has, the first `width` tokens.
+    It may have `copy_rows(sources, width)`: row i then has read what row sources[i] has, the first `width` tokens. With
+    `packs_rows`, True, it has `forward_packed(tokens, positions, is_read, rows)` too: `forward` for those of tokens
+    [A, n] that `is_read` [A, n] bool names, the first of each row, with logits [N, V], row by row.
     """
 
     @property
@@ -152,36 +150,38 @@ def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[li
     return groups
 
 
-def row_groups(num_proposed: Sequence[int], active: Sequence[bool]) -> list[Group] | None:
-    """The groups in which to read the active rows in an eager step on a CPU, where the time of a forward grows with the
-    number of tokens: all together, or rows with drafts apart from those without. None if one padded forward over all
-    rows is about as cheap."""
-    width = max(num_proposed, default=0) + 1
-    rows = [row for row, is_active in enumerate(active) if is_active]
-    drafting = [row for row in rows if num_proposed[row] > 0]
-    others = [row for row in rows if num_proposed[row] == 0]
-    # If one of the two groups is empty, the single group is the cheaper one.
-    groups = min(([(rows, width)], [(drafting, width), (others, 1)]), key=_cost)
-    padded = [(list(range(len(active))), width)]
-    most = 1.0 if 2 * len(rows) <= len(active) else MAX_RELATIVE_COST
-    return groups if rows and _cost(groups) <= most * _cost(padded) else None
-
-
-def _cost(groups: Sequence[Group]) -> int:
-    return sum(len(rows) * width + FORWARD_COST for rows, width in groups)
-
-
-def read_ragged(target: RowReader, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor) -> Tensor:
+def read_ragged(
+    target: RowReader,
+    tokens: Tensor,
+    positions: Tensor,
+    num_proposed: Tensor,
+    finished: Tensor,
+    is_filled: bool,
+) -> Tensor:
     """[B, n, V] logits of each row's newest token and `num_proposed` [B] drafts, in tokens [B, n] at positions [B, n].
-    Rows that are `finished` [B], and padding behind the drafts, may not be read; their logits are then 0."""
-    groups = row_groups(num_proposed.tolist(), (~finished).tolist())
-    if groups is None:
-        return target.forward(tokens, positions, tokens.shape[1])
-    logits: Tensor | None = None
-    for members, width in groups:
-        rows = torch.tensor(members, device=tokens.device)
-        part = target.forward(tokens[rows, :width], positions[rows, :width], width, rows)
-        logits = part.new_zeros(*tokens.shape, part.shape[2]) if logits is None else logits
-        logits[rows, :width] = part
-    assert logits is not None
+    Padding behind the drafts, and rows that are `finished` [B], may not be read; their logits are then 0 if
+    `is_filled`, otherwise undefined.
+
+    For eager steps on a CPU, where the time of a forward grows with the number of tokens.
+    """
+    counts = [0 if ended else count + 1 for count, ended in zip(num_proposed.tolist(), finished.tolist(), strict=True)]
+    active, width = [row for row, count in enumerate(counts) if count > 0], tokens.shape[1]
+    # To gather rows from the cache costs less than the attention of the others if at most half of the rows are read.
+    is_gathered = 0 < 2 * len(active) <= len(counts)
+    num_padded = (len(active) if is_gathered else len(counts)) * width
+    pays = sum(counts) > 0 and sum(counts) + FORWARD_COST <= PACKED_COST * (num_padded + FORWARD_COST)
+    rows = torch.tensor(active, device=tokens.device) if is_gathered else None
+    if rows is not None:
+        tokens, positions = tokens[rows], positions[rows]
+    where: Tensor | None = rows
+    if pays and hasattr(target, "forward_packed") and getattr(target, "packs_rows", False):
+        where = torch.arange(width, device=tokens.device) < torch.tensor(counts, device=tokens.device).unsqueeze(1)
+        part = target.forward_packed(tokens, positions, where if rows is None else where[rows], rows)
+    else:
+        part = target.forward(tokens, positions, width, *(() if rows is None else (rows,)))
+    if where is None:
+        return part
+    # Memory that nobody touches costs nothing.
+    logits = (part.new_zeros if is_filled else part.new_empty)(len(counts), width, part.shape[-1])
+    logits[where] = part
     return logits

@@ -146,7 +146,7 @@ def _check(adapter: TransformersModel) -> Reading:
 
 
 def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str | None]:
-    """Whether attention may get spans in place of masks, and what is wrong with masks; None = nothing."""
+    """Whether attention may get spans in place of masks, and packed rows; what is wrong with masks, None = nothing."""
     attention = adapter.model.config.get_text_config(decoder=True)._attn_implementation
     supports_spans = False
     if attention == "sdpa" and adapter.dtype in DTYPES:
@@ -193,12 +193,16 @@ def _difference(
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
     # Test both widths: that of eager steps and that of compiled ones.
-    found = [adapter.read(tokens[0, positions], positions, use_spans, width=width) for width in (None, capacity)]
+    tokens, wanted = tokens[0, positions], expected[0, positions]
+    found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
+    if use_spans and adapter.packs_rows:
+        is_read = index < torch.tensor([[2], [count]], device=device)
+        found.append(adapter.forward_packed(tokens, positions, is_read) - wanted[is_read])
     # Rounding differs by far less, a missing or wrong token by far more. Many models compute rotary embeddings or
     # experts' weights in float32, whatever their dtype; under autocast they compute in 16 bits.
     dtypes = adapter.dtype, torch.float32, *(layer.values.dtype for layer in adapter.key_values[:1])
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    difference = torch.stack(found).float() - expected[0, positions]
+    difference = torch.cat([each.flatten() for each in found])
     return float(difference.abs().amax()), eps**0.5 * float(expected.abs().amax())
 
 

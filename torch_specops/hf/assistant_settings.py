@@ -27,8 +27,8 @@ def read_assistant_settings(
     num_draft_tokens: int | None,
     schedule: str | Schedule | None,
     **given: Any,
-) -> tuple[int | None, str | Schedule]:
-    """K and the schedule of a call; None = the draft's own K.
+) -> tuple[int | None, str | Schedule | None]:
+    """K and the schedule of a call; None = those of the draft.
 
     Args:
         config: as `generate` prepared it.
@@ -52,17 +52,18 @@ def read_assistant_settings(
     # transformers, too, reads them for models alone.
     has_model = draft is not None and lookup is None
     count, plan, threshold = (_wish(name, given[name], config, draft) if has_model else None for name in DEFAULTS)
+    plan = given["num_assistant_tokens_schedule"] if plan is None else plan
     if threshold:
         raise NotImplementedError(
             f"assistant_confidence_threshold: expected None or 0, got {threshold!r}: this loop drafts as many tokens "
-            "as schedule= says, whatever their probability ('optimal' follows the acceptance rate)"
+            "as schedule= says, whatever their probability ('auto' follows the acceptance rate)"
         )
     if plan not in (None, *SCHEDULES):
         raise ValueError(f"num_assistant_tokens_schedule: expected one of {', '.join(SCHEDULES)}, got {plan!r}")
     if count is not None:
         check_int("num_assistant_tokens", count, 1)
     chosen = next((each for each in (num_draft_tokens, lookup, count) if each is not None), None)
-    return chosen, SCHEDULES[plan or "constant"] if schedule is None else schedule
+    return chosen, SCHEDULES[plan] if schedule is None and plan is not None else schedule
 
 
 def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:

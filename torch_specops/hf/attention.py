@@ -33,7 +33,11 @@ def grouped_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. In place of a mask
-    it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64."""
+    it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64.
+
+    Queries may be packed, as [1, G * heads, N, D] for keys of several sequences: those to which the mask [B, 1, n, W]
+    shows a slot, row by row.
+    """
     if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -41,9 +45,20 @@ def grouped_attention(
     if attention_mask.dtype == torch.int64:
         query = query.to(value.dtype)
         return attend(query, key, value, attention_mask.squeeze(1), scale), None
+    if query.shape[0] < attention_mask.shape[0]:
+        return _attend_packed(query, key, value, attention_mask, scale), None
     # Every token sees itself, so a mask over one slot hides nothing.
     mask = None if attention_mask.shape[3] == 1 else attention_mask
     return attend_masked(query, key, value, mask, scale), None
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[1, N, G * heads, D]. What a query of padding gives, which sees nothing, is dropped."""
+    at = mask.any(3).flatten().nonzero().squeeze(1)
+    padded = query.new_zeros(mask.shape[0] * mask.shape[2], *query.shape[1::2])
+    padded.index_copy_(0, at, query[0].transpose(0, 1))
+    output = attend_masked(padded.unflatten(0, mask.shape[::2]).transpose(1, 2), key, value, mask, scale)
+    return output.flatten(0, 1).index_select(0, at).unsqueeze(0)
 
 
 # By this name a config asks for it, and for the masks of "sdpa".

@@ -42,6 +42,7 @@ class RaggedCache(Cache):
         self.first: int | None = None
         self.width: int | None = None
         self.rows: Tensor | None = None
+        self.owners: Tensor | None = None
 
     def begin(self) -> None:
         """Forget everything. A layer keeps its memory if what is written first fits."""
@@ -49,14 +50,18 @@ class RaggedCache(Cache):
             layer.is_begun = False
 
     @contextmanager
-    def writing_at(self, slots: Tensor, width: int | None = None, rows: Tensor | None = None) -> Iterator[None]:
+    def writing_at(
+        self, slots: Tensor, width: int | None = None, rows: Tensor | None = None, owners: Tensor | None = None
+    ) -> Iterator[None]:
         """Within it a forward writes at `slots` [A, n] of the sequences `rows` [A], None = all, and reads the first
-        `width` slots of these sequences, None = all.
+        `width` slots of these sequences, None = all. A packed forward writes at `slots` [1, N] of the sequences
+        `owners` [1, N].
         """
         self.slots, self.width, self.rows = slots, width, rows
-        self.first = first_slot(slots) if rows is None else None
+        self.owners = rows.unsqueeze(1) if owners is None and rows is not None else owners
+        self.first = first_slot(slots) if self.owners is None else None
         yield
-        self.slots = self.first = self.width = self.rows = None
+        self.slots = self.first = self.width = self.rows = self.owners = None
 
 
 class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
@@ -93,7 +98,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
             )
         slots = self._cache.slots if self._cache.first is None else self._cache.first
         assert slots is not None
-        self.write(key_states, value_states, slots, self._cache.rows)
+        self.write(key_states, value_states, slots, self._cache.owners)
         return self.read(self._cache.width, self._cache.rows)
 
     def clear(self, rows: Tensor | None = None) -> None:
@@ -173,18 +178,18 @@ class FeatureBuffer:
         self.values[:, :width] = self.values[sources, :width]
 
     def _keep(self, part: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Write the input of a layer, or the result of a decoder [A, n, H], at the slots and rows that the cache is
-        writing at. `named` are the arguments by name, or the result."""
+        """Write the input of a layer, or the result of a decoder [A, n, H], at the slots that the cache is writing at.
+        `named` are the arguments by name, or the result."""
         if "last_hidden_state" in named:
             hidden = named["last_hidden_state"]
         else:
             hidden = arguments[0] if arguments else named["hidden_states"]
         assert self.values is not None and self._cache is not None and self._cache.slots is not None
-        slots, rows = self._cache.slots, self._cache.rows
-        if rows is None:
-            rows = torch.arange(slots.shape[0], device=slots.device)
+        slots, owners = self._cache.slots, self._cache.owners
+        if owners is None:
+            owners = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
         first, size = part * hidden.shape[-1], hidden.shape[-1]
-        self.values[rows.unsqueeze(1), slots, first : first + size] = hidden.to(self.values.dtype)
+        self.values[owners, slots, first : first + size] = hidden.to(self.values.dtype)
 
 
 def first_slot(slots: Tensor) -> int | None:

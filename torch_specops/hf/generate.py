@@ -81,7 +81,7 @@ def custom_generate(
         num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
             The first two are None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else the
-            draft's own number and "constant".
+            draft's own number, and "auto" for drafts that are not sampled, otherwise "constant".
         num_assistant_tokens, num_assistant_tokens_schedule: transformers' names of the two; "heuristic" and
             "heuristic_transient" both begin anew in each call. None = what `generation_config` says other than
             transformers' default (20, "constant"), else what the generation config of a draft model says.

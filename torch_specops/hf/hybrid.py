@@ -32,6 +32,8 @@ class HybridModel(TransformersModel):
     """
 
     keeps_states = True
+    # A state is read row by row.
+    packs_rows = False
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         self._readers: dict[nn.Module, StateReader] = {}

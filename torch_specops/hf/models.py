@@ -68,7 +68,8 @@ class TransformersModel:
         max_length: the most tokens that it reads, or that it was made for; None = any.
         limited_by: why it reads no more, if that is not its positions; None = they are.
         reads_beyond: True = it was made for `max_length` tokens, and can read more.
-        supports_spans: True = attention may get spans of slots: the model leaves it to transformers' "sdpa".
+        supports_spans: True = attention may get spans of slots, or packed rows: the model leaves it to transformers'
+            "sdpa".
         not_compiled: the reason why its forward cannot be compiled; None if it can.
         reads_rows: True = `forward` can read some rows alone.
         reads_inputs: True = it reads something besides the tokens: the input of an encoder.
@@ -301,6 +302,25 @@ class TransformersModel:
         serve = spans_serve(positions, self._require_cache().capacity, self.dtype)
         return self.read(tokens, positions, self.supports_spans and self.use_spans and serve, num_logits, rows)
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether `forward_packed` gives the logits of `forward`: attention is ours, and all else is token by token."""
+        return self.supports_spans
+
+    def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:
+        """`forward` for those of tokens [A, n] that `is_read` [A, n] bool names, the first of each row. Returns their
+        logits [N, V], row by row. Waits for the device."""
+        members, places = is_read.nonzero(as_tuple=True)
+        packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
+        owners = (members if rows is None else rows[members]).unsqueeze(0)
+        slots = torch.arange(int(at.amax()) + 1, device=at.device).unsqueeze(0)
+        # A single row then is an ordinary one.
+        positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
+        # Attention knows padding by its seeing nothing.
+        seen = self._mask(positions, slots, (slots <= positions.unsqueeze(2)) & is_read.unsqueeze(2))
+        with self._require_cache().writing_at(at, slots.shape[1], rows, owners):
+            return self._read(packed, at, seen, None)[0]
+
     def read(
         self,
         tokens: Tensor,
@@ -356,11 +376,11 @@ class TransformersModel:
     def _lengths_at(self, positions: Tensor) -> Tensor:
         """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a
         token of the prompt, and later the one that ends with the token."""
-        lengths, rows = positions + 1, self._require_cache().rows
+        lengths, owners = positions + 1, self._require_cache().owners
         if self._prompt_lengths is None:
             return lengths
-        prompts = self._prompt_lengths if rows is None else self._prompt_lengths[rows]
-        return torch.maximum(lengths, prompts.unsqueeze(1))
+        prompts = self._prompt_lengths.unsqueeze(1) if owners is None else self._prompt_lengths[owners]
+        return torch.maximum(lengths, prompts)
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
         """The arguments of the model's forward."""

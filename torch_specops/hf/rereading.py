@@ -31,6 +31,8 @@ class RereadingModel(TransformersModel):
         switch: the most tokens of a short prefix.
     """
 
+    packs_rows = False
+
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         super().__init__(model, num_layers, check)
         self._caches: tuple[RaggedCache, ...] = ()

@@ -66,8 +66,8 @@ class RaggedKeyValues:
             buffer[:, :, :width] = buffer[sources, :, :width]
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor | int, rows: Tensor | None = None) -> None:
-        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], None = all; or at n neighbouring
-        slots of all sequences, given the first."""
+        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], None = all, or one sequence for
+        each slot [A, n]; or at n neighbouring slots of all sequences, given the first."""
         if isinstance(slots, int):
             # A quarter of the time of an index assignment.
             for buffer, new in ((self.keys, keys), (self.values, values)):
@@ -75,9 +75,10 @@ class RaggedKeyValues:
             return
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
+        rows = rows.unsqueeze(1) if rows.dim() == 1 else rows
         # Inductor writes an index assignment in place, but turns `scatter_` into two copies of the whole buffer.
         for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer[rows.unsqueeze(1), :, slots] = new.transpose(1, 2)
+            buffer[rows, :, slots] = new.transpose(1, 2)
 
     def read(self, width: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [A, heads, width, head_dim] of the first `width` slots and of `rows` [A]; None = all.
