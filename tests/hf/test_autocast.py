@@ -156,7 +156,7 @@ def test_heads_under_autocast(kind: Callable[[Any], Any], trained: Callable[[], 
     # The head was trained on their texts.
     call = CALL | dict(zip(("input_ids", "attention_mask"), padded(PROMPTS, "left"), strict=True))
     call |= {"sampling": GREEDY, "max_new_tokens": 20}
-    new_decoder = partial(SpeculativeDecoder, model, num_draft_tokens=3)
+    new_decoder = partial(SpeculativeDecoder, model, num_draft_tokens=3, schedule="constant")
     decoder = new_decoder(kind(head))
     outputs = in_both_states(lambda: new_decoder(kind(head)), **call)
     for state, expected in zip(STATES, [*outputs, outputs[0]], strict=True):
