@@ -68,6 +68,11 @@ class NextStep:
     offered: Sequence[int] | None = None
     matches: Sequence[int] | None = None
 
+    def at_most(self, count: int) -> list[int]:
+        """So many drafts of each text, as far as it has room for them and they were offered."""
+        limits = self.rooms if self.offered is None else map(min, self.rooms, self.offered)
+        return [min(count, limit) for limit in limits]
+
 
 @dataclass(frozen=True)
 class PastStep:
@@ -166,7 +171,7 @@ class Constant(Schedule):
         self.buckets = (num_draft_tokens,)
 
     def plan(self, step: NextStep) -> list[int]:
-        return _at_most(self.buckets[0], step)
+        return step.at_most(self.buckets[0])
 
     def learn(self, step: PastStep) -> None:
         pass
@@ -198,7 +203,7 @@ class Heuristic(Schedule):
         self._start = self._value = num_draft_tokens
 
     def plan(self, step: NextStep) -> list[int]:
-        return _at_most(self._value, step)
+        return step.at_most(self._value)
 
     def learn(self, step: PastStep) -> None:
         if any(step.proposed):
@@ -267,7 +272,7 @@ class Auto(Schedule):
     def _counts(self, step: NextStep) -> list[int]:
         texts, costs = step.texts, self._costs_of(step)
         plain = step.num_rows if step.is_fixed else len(texts)
-        rooms, nothing = _at_most(self.buckets[-1], step), [0] * len(texts)
+        rooms, nothing = step.at_most(self.buckets[-1]), [0] * len(texts)
         # Steps without drafts are measured first, and again now and then.
         if not any(rooms) or not costs.is_known:
             return nothing
@@ -537,11 +542,6 @@ class _Costs:
         if high > low:
             slope = max(slope, (last - first) / (high - low))
         return last + slope * (tokens - high)
-
-
-def _at_most(count: int, step: NextStep) -> list[int]:
-    limits = step.rooms if step.offered is None else map(min, step.rooms, step.offered)
-    return [min(count, limit) for limit in limits]
 
 
 def _buckets_up_to(maximum: int) -> tuple[int, ...]:

@@ -176,8 +176,7 @@ class Given(Schedule):
         self._counts = counts
 
     def plan(self, step: NextStep) -> list[int]:
-        limits = step.rooms if step.offered is None else map(min, step.rooms, step.offered)
-        return [min(self._counts[self._place], limit) for limit in limits]
+        return step.at_most(self._counts[self._place])
 
     def learn(self, step: PastStep) -> None:
         self._place = (self._place + 1) % len(self._counts)
@@ -190,9 +189,8 @@ class EachItsOwn(Given):
     """These numbers of drafts, again and again, and each row begins with another of them."""
 
     def plan(self, step: NextStep) -> list[int]:
-        limits = step.rooms if step.offered is None else map(min, step.rooms, step.offered)
-        wanted = (self._counts[(self._place + index) % len(self._counts)] for index in range(len(step.rooms)))
-        return list(map(min, wanted, limits))
+        limits = step.at_most(max(self._counts))
+        return [min(self._counts[(self._place + n) % len(self._counts)], most) for n, most in enumerate(limits)]
 
 
 class Pauses(Given):

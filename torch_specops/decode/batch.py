@@ -209,8 +209,7 @@ class Batch:
     def _plan(self, step: NextStep) -> list[int]:
         schedule = self._runner.schedule
         counts = list(schedule.plan(step))
-        largest = max(schedule.buckets)
-        limits = [min(room, largest) for room in (step.rooms if step.offered is None else step.offered)]
+        limits = step.at_most(max(schedule.buckets))
         are_numbers = len(counts) == len(limits) and all(isinstance(own, int) for own in counts)
         if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
             raise ValueError(
@@ -226,8 +225,9 @@ class Batch:
             # A grammar forces these.
             return offered
         own = [offered[index] for index in begun.active]
-        chosen = list(map(min, begun.counts, own))
-        if begun.planned.asks_again:
+        if not begun.planned.asks_again:
+            chosen = list(map(min, begun.counts, own))
+        else:
             matches = None if proposal.matches is None else proposal.matches[begun.active].tolist()
             begun.planned = replace(begun.planned, offered=own, matches=matches)
             begun.drafts, chosen = proposal.tokens.tolist(), self._plan(begun.planned)
