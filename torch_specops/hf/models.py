@@ -363,7 +363,8 @@ class TransformersModel:
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        with self.reading_at(self._lengths_at(positions)):
+        # A graph must not hold the prompts' lengths, which are another tensor for every batch.
+        with self.reading_at(self._lengths_at(positions) if self._rotaries else positions):
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
         # Not every model takes `logits_to_keep`.
