@@ -65,6 +65,7 @@ class Step:
 VERIFY = "bench_verify.py --device cuda --no-compiled --dtype bfloat16"
 COMPILED = "bench_verify.py --device cuda --dtype bfloat16 --kind sampled"
 GRID = f"{VERIFY} --kind sampled --vocab 128256"
+KINDS = "one-hot greedy gumbel"
 FILTERS = "top-k top-p min-p --vocab 128256 --batch 1 64"
 VOCABULARIES = "--kind sampled --vocab 256000 32000 50256 50257 51864 51865 151936"
 TINY = "--batch 1 --vocab 40 --num-draft-tokens 1 --rounds 2"
@@ -95,7 +96,7 @@ STEPS = (
     # In the interpreter the other two filters take minutes.
     Step("filters", 3, 65, f"{VERIFY} --kind {FILTERS} --acceptance 0.6 --rounds 20", f"{TINY} --kind min-p"),
     Step("vocabularies", 3, 60, f"{VERIFY} {VOCABULARIES} --batch 1 64 --acceptance 1.0 --rounds 30", None),
-    Step("kinds", 3, 45, f"{VERIFY} --kind one-hot greedy --vocab 128256 --batch 1 64", f"{TINY} --kind one-hot"),
+    Step("kinds", 3, 45, f"{VERIFY} --kind {KINDS} --vocab 128256 --batch 1 64", f"{TINY} --kind one-hot gumbel"),
     Step("drafts", 3, 60, f"{GRID} --batch 1 64 --num-draft-tokens 1 3 8 15 --acceptance 0.6", None),
     Step("warm", 3, 45, f"{GRID} --batch 1 8 --cache warm --acceptance 0.6", f"{TINY} --kind greedy"),
     Step("compiled", 3, 80, f"{COMPILED} --vocab 128256 --batch 1 64 --acceptance 0.6 --rounds 20", None),

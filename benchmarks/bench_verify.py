@@ -12,6 +12,7 @@ Providers
 Kinds
     sampled           drafts with logits, and a temperature of 1, which is an argument, as in the decoding loop
     one-hot           drafts without logits (prompt lookup). `softmax` samples every position and keeps the matches
+    gumbel            `verify_gumbel`, whatever --op says, with drafts of the same noise; `softmax` as for one-hot
     greedy            temperature 0. `softmax` is an argmax
     top-k, top-p, min-p   sampled, with top_k = 50, top_p = 0.9 or min_p = 0.05 on both sides; the softmax provider runs
                       transformers' processor over every row first
@@ -128,7 +129,7 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
         processors = {"top-k": TopKLogitsWarper, "top-p": TopPLogitsWarper, "min-p": MinPLogitsWarper}
         processor = processors[kind](FILTERS[kind][1])
         return filtered
-    return {"sampled": sampled, "one-hot": one_hot, "greedy": greedy}[kind]
+    return {"sampled": sampled, "one-hot": one_hot, "gumbel": one_hot, "greedy": greedy}[kind]
 
 
 def specops_provider(kind: str, with_lse: bool = False, op: str = "verify_exact") -> Provider:
@@ -151,15 +152,17 @@ def check(problem: Problem, found: Mapping[str, Provider], inputs: Inputs, op: s
     """Raise RuntimeError unless every provider is right: see the module's docstring."""
 
     def against_reference(name: str, provider: Provider, values: Inputs) -> None:
-        law = op if name.startswith("specops") else "verify_exact"
+        law = op if name.startswith("specops") or problem.kind == "gumbel" else "verify_exact"
         check_answer(name, problem, values, provider(values), ", lse" in name, law)
 
     for name, provider in found.items():
         against_reference(name, provider, determined(inputs))
         if problem.kind == "sampled":
             against_reference(name, provider, determined(inputs, residual=True))
+        is_certain = problem.kind == "sampled" and op == "verify_exact"
+        if is_certain or (problem.kind == "gumbel" and name.startswith("specops")):
             wrong = (provider(inputs)[1] != inputs["num_accepted"]).nonzero().flatten().tolist()
-            if wrong and op == "verify_exact":
+            if wrong:
                 raise RuntimeError(f"{problem}: {name} is wrong in rows {wrong}: numbers of accepted drafts")
         if name.startswith("specops"):
             against_reference(name, provider, inputs)
@@ -276,7 +279,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for problem, cache in problems:
             progress.update(task, description=f"{problem.kind} B={problem.batch} {problem.dtype} {cache}")
             beside = others if problem.kind == "sampled" else {}
-            own = (not options.no_compiled, options.op)
+            own = (not options.no_compiled, "verify_gumbel" if problem.kind == "gumbel" else options.op)
             report.add(run_problem(problem, device, options.rounds, roof, cache, *own, beside, skipped))
             progress.advance(task)
 

@@ -3,7 +3,7 @@
 Bytes model: what must be read of [V] rows, of s_p and s_q bytes an entry, for B sequences of K drafts
     sampled           B V ((K+1) s_p + K s_q)
     sampled, lse      B V ((K+1) s_p + s_q)
-    one-hot, greedy   B V (K+1) s_p
+    one-hot, greedy, gumbel   B V (K+1) s_p
     top-k, top-p, min-p   as sampled; finding what is kept needs more than one pass over a row, which is not counted
 The pair of rows that the residual needs is read again, from cache, and is not counted. `Problem.bytes` counts all rows;
 `Problem.needed_bytes` leaves out those behind a sequence's first rejection, which decide nothing.
@@ -30,11 +30,13 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from oracle import Case, compare
 
+import torch_specops
+
 Inputs = dict[str, Tensor]
 Result = tuple[Tensor, Tensor]
 Provider = Callable[[Inputs], Result]
 
-KINDS = ("sampled", "one-hot", "greedy", "top-k", "top-p", "min-p")
+KINDS = ("sampled", "one-hot", "greedy", "gumbel", "top-k", "top-p", "min-p")
 FILTERS = {"top-k": ("top_k", 50), "top-p": ("top_p", 0.9), "min-p": ("min_p", 0.05)}
 # The float64 reference walks over a row in Python: large batches are compared on so many rows, spread over the batch.
 # A filtered row takes it seconds.
@@ -112,7 +114,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     """Drafts that are accepted up to the first rejection of `Problem.num_accepted`, which is certain.
 
     For "sampled" it is certain whatever the uniform numbers, so also for a provider that draws its own: accepted drafts
-    have p > q, and the refused one has no probability under p.
+    have p > q, and the refused one has no probability under p. For "gumbel" accepted drafts are those of the noise.
     """
     # Large batches are made where they are used: a CPU would take minutes.
     g = torch.Generator(device=device).manual_seed(seed)
@@ -139,6 +141,11 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     rejected = torch.arange(num_drafts, device=device) == num_accepted.unsqueeze(-1)
     b, i = rejected.nonzero(as_tuple=True)
     target_logits[b, i, refused[b, i]] = -1000
+    seeds, positions = torch.randint(2**62, (2, batch), generator=g, device=device)
+    if problem.kind == "gumbel":
+        places = positions.unsqueeze(1) + torch.arange(num_drafts, device=device)
+        rows = (target_logits[:, :-1].flatten(0, 1), seeds.repeat_interleave(num_drafts), places.flatten())
+        wanted = torch_specops.sample_gumbel(*rows).view(batch, num_drafts)
     return {
         "target_logits": target_logits,
         "draft_tokens": torch.where(rejected, refused, wanted),
@@ -150,6 +157,8 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         "draft_lse": draft_logits.float().logsumexp(-1),
         **{name: torch.full((batch,), value, device=device) for name, value in FILTERS.values()},
         "num_accepted": num_accepted,
+        "seeds": seeds,
+        "positions": positions,
     }
 
 
@@ -185,7 +194,10 @@ def determined(inputs: Inputs, residual: bool = False) -> Inputs:
 
 
 def op_arguments(kind: str, inputs: Inputs, with_lse: bool = False) -> dict[str, Any]:
-    names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
+    if kind == "gumbel":
+        names = ("target_logits", "draft_tokens", "seeds", "positions", "temperature")
+    else:
+        names = ("target_logits", "draft_tokens", "draft_logits", "accept_uniforms", "sample_uniforms", "temperature")
     arguments: dict[str, Any] = {name: inputs[name] for name in names}
     if kind in ("one-hot", "greedy"):
         arguments["draft_logits"] = None
