@@ -41,12 +41,13 @@ GROUP = 64
 PARTS = 2
 # Entries that there is room for in the list of a row, for each of its groups.
 ROOM = 4
-# Groups up to which a program has 8 warps. With 8 for more of them, or with 4, ptxas keeps registers on the stack.
+# Groups up to which a program has 8 warps. With 8 for more of them or for single entries, or with 4, ptxas keeps
+# registers on the stack.
 FEW_GROUPS = 2048
 
 
-def cut_warps(lanes: int) -> int:
-    return 8 if lanes <= FEW_GROUPS else 16
+def cut_warps(lanes: int, stride_v: int | None) -> int:
+    return 8 if lanes <= FEW_GROUPS and stride_v is None else 16
 
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
@@ -114,4 +115,4 @@ def _search(
         "BLOCK_G": lanes,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))
-    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(lanes))
+    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(lanes, values["stride_v"]))

@@ -8,8 +8,8 @@ from .groups import total, weigh
 from .keys import average, key_value
 
 # Entries that a program looks at at once, and those of its list.
-CHUNK = tl.constexpr(1024)
-SEARCHED = tl.constexpr(512)
+CHUNK = tl.constexpr(2048)
+SEARCHED = tl.constexpr(1024)
 
 
 @triton.jit
