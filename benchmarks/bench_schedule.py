@@ -7,10 +7,10 @@ lookup    SmolLM2-135M with prompt lookup: the prompts of `torch-specops bench`,
           examples/prompts.jsonl, alone; and all of them as requests, eight at a time
 bytes     the byte-level target with its draft model and with one that is always wrong, alone and in a batch of eight
 
-The ways take turns, and each keeps a decoder. The first round warms up. A line has a speed of the seconds of whole calls
-without a draft / the seconds, the median over the other rounds; and one by count, where steps of one number of tokens
-take the least time that any of them took, and prompts take none. By verify="gumbel" a text is the same in every way; this
-is checked in float32.
+The ways take turns, and each keeps a decoder. The first round warms up. A line has a speed of the seconds of whole
+calls without a draft / the seconds, the median over the other rounds; and one by count, where steps of one number of
+tokens take the least time that any of them took, and prompts take none. By verify="gumbel" a text is the same in every
+way; this is checked in float32.
 """
 
 from __future__ import annotations
