@@ -78,7 +78,7 @@ class Watched(Schedule):
 
 
 def tokens_read(step: PastStep) -> int:
-    return len(step.texts) + sum(step.proposed)
+    return len(step.planned.texts) + sum(step.proposed)
 
 
 def by_count(lists: Sequence[Sequence[PastStep]]) -> list[float]:
@@ -87,7 +87,7 @@ def by_count(lists: Sequence[Sequence[PastStep]]) -> list[float]:
     least: dict[int, dict[int, float]] = {}
     drafting: dict[int, float] = {0: 0.0}
     for step in chain(*lists):
-        known, read, count = least.setdefault(step.num_rows, {}), tokens_read(step), step.num_draft_tokens
+        known, read, count = least.setdefault(step.planned.num_rows, {}), tokens_read(step), step.num_draft_tokens
         if step.seconds is not None:
             known[read] = min(step.seconds, known.get(read, step.seconds))
         if count > 0:
@@ -96,7 +96,7 @@ def by_count(lists: Sequence[Sequence[PastStep]]) -> list[float]:
     for steps in lists:
         total = sum(drafting[step.num_draft_tokens] for step in steps)
         for step in steps:
-            known = sorted(least[step.num_rows].items())
+            known = sorted(least[step.planned.num_rows].items())
             total += float(np.interp(tokens_read(step), *zip(*known, strict=True)))
         sums.append(total)
     return sums

@@ -248,7 +248,7 @@ def compile_kernel(
     fixed = {
         attention.attend_kernel: lambda: attention.ATTEND_WARPS,
         attention.join_kernel: lambda: attention.join_warps(constants["PARTS"], constants["BLOCK_D"]),
-        search.cut_kernel: lambda: bounds.cut_warps(constants["BLOCK_G"], constants.get("stride_v", 0)),
+        search.cut_kernel: lambda: bounds.cut_warps(constants["BLOCK_G"], constants.get("stride_v", 0) is None),
     }
     # A kernel without tiles holds partials.
     num_warps = fixed.get(kernel, lambda: warps(kernel, constants.get("TILE", accept.MAX_PARTIALS)))()

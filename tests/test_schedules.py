@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ ALL, SOME = ([6, 6], [6, 6]), ([6, 6], [6, 5])
 
 
 def told(proposed: list[int], accepted: list[int]) -> PastStep:
-    return PastStep(range(len(proposed)), len(proposed), proposed=proposed, accepted=accepted)
+    texts = list(range(len(proposed)))
+    return PastStep(NextStep(texts, texts, texts, len(texts)), proposed=proposed, accepted=accepted)
 
 
 def planned(schedule: Schedule, room: int = 50) -> int:
@@ -107,7 +109,8 @@ class Loop:
 
     Args:
         looks_up: drafts are known before they are verified; otherwise each costs `drafting` seconds.
-        is_fixed: all rows read as many tokens as the one with most.
+        is_fixed: all rows read as many tokens as the one with most, and as a bucket has.
+        is_captured: no draft is known before it is verified, and a step is timed before it runs the first time.
         slow: the steps that take `slower` times as long, for another reason.
     """
 
@@ -119,13 +122,23 @@ class Loop:
         looks_up: bool = True,
         drafting: float = 0.0,
         is_fixed: bool = False,
+        is_captured: bool = False,
         is_refilled: bool = False,
         slow: Sequence[int] = (),
     ) -> None:
         self.schedule, self.seconds, self.looks_up, self.drafting = schedule, seconds, looks_up, drafting
-        self.is_fixed, self.is_refilled, self.slow = is_fixed, is_refilled, slow
+        self.is_fixed, self.is_refilled, self.slow = is_fixed or is_captured, is_refilled, slow
+        self.is_captured = is_captured
+        # The numbers of drafts whose steps were timed.
+        self.timed: set[int] = set()
         # Of each step: the drafts that were verified.
         self.counts: list[list[int]] = []
+
+    def planned(self, step: NextStep) -> list[int]:
+        """Rounded as the runner rounds them."""
+        counts, buckets = list(self.schedule.plan(step)), self.schedule.buckets
+        most = max((count for count in buckets if count <= max(counts)), default=buckets[0])
+        return [min(most, room) for room in step.rooms] if self.is_fixed else counts
 
     def run(self, texts: Sequence[Text], num_rows: int | None = None) -> float:
         """The seconds that it takes, without what slow steps take more."""
@@ -144,15 +157,27 @@ class Loop:
                 size,
                 is_fixed=self.is_fixed,
                 is_refilled=self.is_refilled,
-                asks_again=self.looks_up,
+                looks_up=self.looks_up,
+                asks_again=self.looks_up and not self.is_captured,
             )
-            counts, offered = list(self.schedule.plan(step)), None
+            if self.is_fixed:
+                # How much room there is decides no graph.
+                step = replace(step, rooms=[self.schedule.buckets[-1] * (own > 1) for own in left])
+            counts, offered = self.planned(step), None
             num_draft_tokens = max(counts)
-            if self.looks_up and num_draft_tokens > 0:
+            while self.is_captured and num_draft_tokens not in self.timed:
+                self.timed.add(num_draft_tokens)
+                seconds = self.seconds(size * (1 + num_draft_tokens))
+                self.schedule.learn(PastStep(step, (), (), num_draft_tokens=num_draft_tokens, seconds=seconds))
+                counts = self.planned(step)
+                num_draft_tokens = max(counts)
+            if step.asks_again and num_draft_tokens > 0:
                 offered = list(map(min, counts, (found for found, _, _ in cells)))
-                matches = [match for _, match, _ in cells]
-                counts = list(self.schedule.plan(NextStep(**(vars(step) | {"offered": offered, "matches": matches}))))
+                step = replace(step, offered=offered, matches=[match for _, match, _ in cells])
+                counts = list(self.schedule.plan(step))
                 assert all(0 <= own <= most for own, most in zip(counts, offered, strict=True))
+                if self.is_fixed:
+                    num_draft_tokens = min(count for count in self.schedule.buckets if count >= max(counts))
             if self.is_fixed:
                 counts = [min(num_draft_tokens, own - 1) for own in left]
             accepted = [min(own, right) for own, (_, _, right) in zip(counts, cells, strict=True)]
@@ -163,13 +188,10 @@ class Loop:
             known = None if offered is None else list(map(min, offered, (own + 1 for own in accepted)))
             self.schedule.learn(
                 PastStep(
-                    numbers,
-                    size,
+                    step,
                     proposed=counts,
                     accepted=accepted,
                     num_draft_tokens=num_draft_tokens,
-                    is_fixed=self.is_fixed,
-                    matches=None if offered is None else matches,
                     known=known,
                     right=None if known is None else [min(n, own) for n, (_, _, own) in zip(known, cells, strict=True)],
                     seconds=seconds * (5 if len(self.counts) in self.slow else 1),
@@ -258,6 +280,17 @@ def test_compiled_steps_need_no_more_than_two_graphs() -> None:
     schedule = as_schedule(None, 10, deterministic=True)
     assert schedule.buckets == (0, 10)
     assert Loop(schedule, flat, looks_up=False, drafting=0.01, is_fixed=True).run(texts) < 85
+
+
+@pytest.mark.parametrize("options", [{"is_fixed": True}, {"is_captured": True}])
+@pytest.mark.parametrize("seconds", [flat, dear, stepped])
+def test_two_graphs_of_drafts_that_are_looked_up(options: dict[str, Any], seconds: Seconds) -> None:
+    """The default of compiled and captured steps drafts where it pays, and loses little where it does not."""
+    for chance in (0.0, 0.3, 1.0):
+        texts = [a_text(600, lambda position, chance=chance: chance)]
+        loop = Loop(as_schedule(None, 10, deterministic=True), seconds, **options)
+        best = min(Loop(Constant(count), seconds, **options).run(texts) for count in (0, 10))
+        assert loop.run(texts) < 1.03 * best + 6, chance
 
 
 def test_times_are_kept_for_each_number_of_rows() -> None:

@@ -51,9 +51,10 @@ class NextStep:
         rooms: the most drafts that each can use.
         left: tokens to its limit.
         num_rows: B of the batch, with the rows that have ended.
-        is_fixed: True = all rows get the largest number that is planned, rounded to a bucket (compiled steps).
+        is_fixed: True = a compiled step: all rows get the largest number that is planned, rounded to a bucket.
         is_refilled: True = rows that end get new texts, so that no text waits for another.
-        asks_again: True = drafts are looked up, all that are planned; the step is planned again when they are known.
+        looks_up: True = drafts cost no forward.
+        asks_again: True = all drafts that are planned are looked up, and the step is planned again when they are known.
         offered: how many drafts were found for each text; None = they are not known yet.
         matches: how many tokens at the end of each text led to its drafts (`Draft.matches`); None = not known.
     """
@@ -64,6 +65,7 @@ class NextStep:
     num_rows: int
     is_fixed: bool = False
     is_refilled: bool = False
+    looks_up: bool = False
     asks_again: bool = False
     offered: Sequence[int] | None = None
     matches: Sequence[int] | None = None
@@ -79,9 +81,9 @@ class PastStep:
     """What became of a step. Lists have an entry for each text that it had.
 
     Args:
-        texts, num_rows, is_fixed, matches: as in `NextStep`.
+        planned: what the schedule was told last.
         num_draft_tokens: the most drafts of a row that were proposed.
-        proposed: drafts of each text that were verified.
+        proposed: drafts of each text that were verified; empty = a compiled step was timed, and no text had it.
         accepted: how many of these were accepted.
         known: how many of the drafts that were looked up the new tokens tell to be right or wrong, whether they were
             verified or not; None = drafts are not judged so.
@@ -90,13 +92,10 @@ class PastStep:
         draft_seconds: of proposing, if it is no part of `seconds`.
     """
 
-    texts: Sequence[int]
-    num_rows: int
+    planned: NextStep
     proposed: Sequence[int]
     accepted: Sequence[int]
     num_draft_tokens: int = 0
-    is_fixed: bool = False
-    matches: Sequence[int] | None = None
     known: Sequence[int] | None = None
     right: Sequence[int] | None = None
     seconds: float | None = None
@@ -234,11 +233,13 @@ class Auto(Schedule):
         buckets: those of compiled steps, from 0 to K; None = 0, 1, 2, 3, 5, 8, 12, 20 up to K, and K.
 
     Examples:
+        >>> from dataclasses import replace
         >>> from torch_specops.schedules import Auto, NextStep, PastStep
-        >>> schedule, texts = Auto(4), {"texts": [0], "num_rows": 1}
+        >>> schedule = Auto(4)
+        >>> step = NextStep([0], rooms=[9], left=[10], num_rows=1, looks_up=True, asks_again=True)
         >>> for _ in range(2):
-        ...     schedule.learn(PastStep(**texts, proposed=[0], accepted=[0], seconds=0.03))
-        >>> schedule.plan(NextStep(**texts, rooms=[9], left=[10], asks_again=True, offered=[4], matches=[12]))
+        ...     schedule.learn(PastStep(step, proposed=[0], accepted=[0], seconds=0.03))
+        >>> schedule.plan(replace(step, offered=[4], matches=[12]))
         [3]
     """
 
@@ -267,6 +268,8 @@ class Auto(Schedule):
     def plan(self, step: NextStep) -> list[int]:
         counts = self._counts(step)
         self._num_undrafted = 0 if any(counts) else self._num_undrafted + 1
+        if step.is_fixed and any(counts):
+            counts = step.at_most(self._bucket(max(counts)))
         return counts
 
     def _counts(self, step: NextStep) -> list[int]:
@@ -300,7 +303,7 @@ class Auto(Schedule):
             if read > costs.limit and not step.is_fixed:
                 return math.inf
             # Looked-up drafts are there. What others have not read is another forward.
-            drafting = 0.0 if step.asks_again else costs.draft_seconds(most + (self._num_undrafted > 0), base)
+            drafting = 0.0 if step.looks_up else costs.draft_seconds(most + (self._num_undrafted > 0), base)
             return costs.of(read) - base + drafting
 
         best, num_best, most, worth = 0.0, 0, 0, 0.0
@@ -320,30 +323,31 @@ class Auto(Schedule):
         return counts
 
     def learn(self, step: PastStep) -> None:
-        costs = self._costs_of(step)
-        plain = step.num_rows if step.is_fixed else len(step.texts)
-        read = plain * (1 + step.num_draft_tokens) if step.is_fixed else plain + sum(step.proposed)
+        planned, costs = step.planned, self._costs_of(step.planned)
+        plain = planned.num_rows if planned.is_fixed else len(planned.texts)
+        read = plain * (1 + step.num_draft_tokens) if planned.is_fixed else plain + sum(step.proposed)
         if step.seconds and plain > 0:
-            costs.add(read, step.seconds, read == plain)
+            costs.add(read, step.seconds, read == plain, is_sure=not step.proposed)
+        if not step.proposed:
+            return
         if step.num_draft_tokens > 0:
             costs.drafting.setdefault(step.num_draft_tokens, deque(maxlen=NUM_TIMES)).append(step.draft_seconds)
         if costs.is_known:
             base = costs.of(plain)
-            saved = sum(
-                base * self._saved.get(text, 0.0) * count for text, count in zip(step.texts, step.accepted, strict=True)
-            )
+            accepted = zip(planned.texts, step.accepted, strict=True)
+            saved = sum(base * self._saved.get(text, 0.0) * count for text, count in accepted)
             spent = max(costs.of(read) - base, 0.0) + costs.draft_seconds(step.num_draft_tokens, base)
             self._elapsed += base
             self._account = min(self._account + saved - spent, MOST_SAVED * (base + spent))
         if step.known is not None:
-            self._judge(step, step.known, step.right or step.known)
+            self._judge(planned, step.known, step.right or step.known)
             return
-        for text, proposed, accepted in zip(step.texts, step.proposed, step.accepted, strict=True):
+        for text, proposed, count in zip(planned.texts, step.proposed, step.accepted, strict=True):
             for share in (self._texts.get(text), self._others):
                 if proposed > 0 and share is not None:
-                    share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
+                    share.add(count, count + (count < proposed), MEMORY_OF_OTHERS)
 
-    def _judge(self, step: PastStep, known: Sequence[int], right: Sequence[int]) -> None:
+    def _judge(self, step: NextStep, known: Sequence[int], right: Sequence[int]) -> None:
         """Learn from drafts that were looked up. Those behind a wrong one tell nothing."""
         matches = step.matches or [0] * len(known)
         for text, match, num_known, num_right in zip(step.texts, matches, known, right, strict=True):
@@ -396,7 +400,7 @@ class Auto(Schedule):
     def _bucket(self, count: int) -> int:
         return min(bucket for bucket in self.buckets if bucket >= count)
 
-    def _costs_of(self, step: NextStep | PastStep) -> _Costs:
+    def _costs_of(self, step: NextStep) -> _Costs:
         return self._costs.setdefault((step.num_rows, step.is_fixed), _Costs())
 
 
@@ -419,7 +423,7 @@ class _Costs:
     def __init__(self) -> None:
         # Of batches before this one, as far as they differ from each other.
         self._old: list[tuple[int, float]] = []
-        # Numbers of which one more time is enough: they took surprisingly long once, or have faded.
+        # Numbers of which one time is enough: they took surprisingly long before, have faded, or were timed for itself.
         self._unsure: set[int] = set()
         self._times: dict[int, deque[float]] = {}
         self._points: list[tuple[int, float]] = []
@@ -449,7 +453,9 @@ class _Costs:
         self._old = sorted((dict(self._old) | {n: seconds / scale for n, seconds in known.items()}).items())
         self._times = {}
 
-    def add(self, tokens: int, seconds: float, is_plain: bool) -> None:
+    def add(self, tokens: int, seconds: float, is_plain: bool, is_sure: bool) -> None:
+        if is_sure:
+            self._unsure.add(tokens)
         self._num_plain += is_plain
         self._num_since = 0 if is_plain else self._num_since + 1
         times = self._times.setdefault(tokens, deque(maxlen=NUM_TIMES))

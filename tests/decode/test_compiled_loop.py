@@ -103,6 +103,19 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
     assert still_there(parts) == []
 
 
+@pytest.mark.usefixtures("without_inductor")
+def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
+    """The default schedule has two graphs, for no draft and for K. The text repeats a token."""
+    sampling = SamplingParams(temperature=0.0, logit_bias={5: 1e4})
+    eager, compiled = decoders("prompt lookup", 6, schedule=None, sampling=sampling)
+    for _ in range(2):
+        assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
+    assert compiled._runner.schedule.buckets == (0, 6)
+    assert compiled.stats.mean_acceptance_length > 2
+    with torch.compiler.set_stance("fail_on_recompile"):
+        decode(compiled, max_new_tokens=80)
+
+
 IN_SHORT = ("llama", "gemma3", "t5")
 
 

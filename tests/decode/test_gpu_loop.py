@@ -109,6 +109,14 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: Sampling
     assert captured.stats.compile_seconds == 0
 
 
+def test_the_default_schedule_times_both_graphs_of_a_lookup() -> None:
+    loop = decoder("cuda", "lookup", schedule=None)
+    for captured in (run(loop), run(loop)):
+        assert new_tokens(captured) == of_the_cpu("lookup")
+    assert {count for count, _ in loop._runner._graphs} == {0, NUM_DRAFTS}
+    assert all(seconds > 0 for seconds in loop._runner._ready.values())
+
+
 @pytest.mark.parametrize("kind", ["none", "lookup", "model"])
 def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
     """Proposing and verifying are graphs of their own, and steps without grammars are one graph as before."""

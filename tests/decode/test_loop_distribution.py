@@ -108,7 +108,9 @@ class ByThePast(Auto):
         # However many tokens it reads, a step takes a second.
         for count, num_texts in ((0, 100), (0, TRIALS), (3, TRIALS)):
             counts = {"proposed": [count] * num_texts, "accepted": [count // 2] * num_texts}
-            self.learn(PastStep(range(num_texts), TRIALS, **counts, num_draft_tokens=count, seconds=1.0))
+            texts = list(range(num_texts))
+            step = NextStep(texts, texts, texts, TRIALS)
+            self.learn(PastStep(step, **counts, num_draft_tokens=count, seconds=1.0))
         self.planned: list[list[int]] = []
 
     def plan(self, step: NextStep) -> list[int]:
@@ -123,7 +125,7 @@ class ByThePast(Auto):
 
     def learn(self, step: PastStep) -> None:
         super().learn(step)
-        counts = zip(step.texts, step.proposed, step.accepted, strict=True)
+        counts = zip(step.planned.texts, step.proposed, step.accepted, strict=True)
         self.rejected = {text for text, proposed, accepted in counts if accepted == 0 < proposed}
 
 

@@ -169,12 +169,13 @@ class Batch:
             going = [self.rows[index] for index in active]
             masks = self._masks if any(row.grammar is not None for row in going) else None
             rooms = runner.rooms(going)
-            planned = self._next_step(going, rooms)
-            self._begun = begun = _Begun(list(self.rows), active, planned, self._plan(planned))
-            wanted, needed = max(begun.counts, default=0), max(rooms, default=0)
-            num_draft_tokens = runner.smallest_sufficient(wanted, needed, masks is not None)
-            self.stats.compile_seconds += runner.prepare(num_draft_tokens, masks is not None)
-            begun.num_draft_tokens, reads_prompts = num_draft_tokens, runner.unread_length is not None
+            planned, is_ready = self._next_step(going, rooms), False
+            while not is_ready:
+                self._begun = begun = _Begun(list(self.rows), active, planned, self._plan(planned))
+                wanted, needed = max(begun.counts, default=0), max(rooms, default=0)
+                begun.num_draft_tokens = runner.smallest_sufficient(wanted, needed, masks is not None)
+                is_ready = self._prepare(begun, masks is not None)
+            num_draft_tokens, reads_prompts = begun.num_draft_tokens, runner.unread_length is not None
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()
             self._reader.push(runner.run(num_draft_tokens, self._choose, masks), begun)
@@ -191,6 +192,18 @@ class Batch:
                 self.stats.seconds += seconds
                 return Step(*results, seconds)
 
+    def _prepare(self, begun: _Begun, masked: bool) -> bool:
+        """Compile and capture the step if it is not ready. False = its time was measured, and the schedule may have
+        another plan."""
+        runner, count = self._runner, begun.num_draft_tokens
+        preparing = runner.prepare(count, masked)
+        self.stats.compile_seconds += preparing
+        seconds = runner.captured_seconds(count, masked) if preparing > 0 else None
+        if seconds is None:
+            return True
+        runner.schedule.learn(PastStep(begun.planned, (), (), num_draft_tokens=count, seconds=seconds))
+        return False
+
     def _next_step(self, going: Sequence[Row], rooms: list[int]) -> NextStep:
         runner = self._runner
         if runner.is_fixed:
@@ -203,7 +216,8 @@ class Batch:
             num_rows=len(self.rows),
             is_fixed=runner.is_fixed,
             is_refilled=self._is_refilled,
-            asks_again=runner.looks_up,
+            looks_up=runner.looks_up,
+            asks_again=runner.asks_again,
         )
 
     def _plan(self, step: NextStep) -> list[int]:
@@ -234,6 +248,11 @@ class Batch:
             # Tokens that a grammar forces are certain.
             with_grammar = [self.rows[index].grammar is not None for index in begun.active]
             chosen = [all_ if forced else few for all_, few, forced in zip(own, chosen, with_grammar, strict=True)]
+        if begun.planned.is_fixed:
+            has_mask = any(self.rows[index].grammar is not None for index in begun.active)
+            most = max(chosen, default=0)
+            begun.num_draft_tokens = self._runner.smallest_sufficient(begun.num_draft_tokens, most, has_mask)
+            return [begun.num_draft_tokens] * len(counts)
         for index, count in zip(begun.active, chosen, strict=True):
             counts[index] = count
         return counts
@@ -251,13 +270,10 @@ class Batch:
             ]
         self._runner.schedule.learn(
             PastStep(
-                begun.planned.texts,
-                begun.planned.num_rows,
+                begun.planned,
                 proposed=[num_proposed[index] for index in begun.active],
                 accepted=[num_accepted[index] for index in begun.active],
                 num_draft_tokens=begun.num_draft_tokens,
-                is_fixed=begun.planned.is_fixed,
-                matches=begun.planned.matches,
                 known=known,
                 right=right,
                 seconds=begun.seconds,

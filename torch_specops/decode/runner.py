@@ -25,7 +25,7 @@ from .graphs import CapturedStep, Masks, capture, capture_in_two, parts_of
 from .models import models_of
 from .rows import Row
 from .state import DecodeState, Texts, copy_state, moved, shape_of, tensors_of
-from .step import Choose, Verifier, propose, speculative_step, verify_and_commit
+from .step import Choose, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
 
 __all__ = ["StepRunner"]
 
@@ -112,9 +112,13 @@ class StepRunner:
 
     @property
     def looks_up(self) -> bool:
+        """Drafts cost no forward."""
+        return self.draft is not None and self.draft.looks_up and self.draft.deterministic
+
+    @property
+    def asks_again(self) -> bool:
         """The host sees drafts that cost no forward before the target reads them."""
-        is_eager_cpu = not self.compiled and self.target.device.type == "cpu"
-        return is_eager_cpu and self.draft is not None and self.draft.looks_up and self.draft.deterministic
+        return self.looks_up and self.target.device.type == "cpu" and not (self.is_fixed and self._one_graph)
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.
@@ -260,7 +264,8 @@ class StepRunner:
 
         Args:
             num_draft_tokens: K.
-            choose: as `verify_and_commit` takes it, for an eager step on a CPU; None = all K drafts are verified,
+            choose: as `verify_and_commit` takes it, for a step on a CPU that is eager, or that `asks_again`: the
+                largest of its numbers, which is ready, is then that of all rows. None = all K drafts are verified,
                 padding included.
             masks: asks grammars between the drafts and their verification; None = no row has one.
         """
@@ -356,6 +361,13 @@ class StepRunner:
         self.draft_seconds = time.perf_counter() - self._started
         if masks is not None:
             proposal, bitmask = masks(proposal, self.compiled)
+        if choose is not None and self.is_fixed and self.asks_again:
+            # All rows get as many, so that the step has a graph.
+            _, num_proposed = checked_drafts(proposal, self.state, self.target.vocab_size)
+            num_draft_tokens = max(choose(proposal, num_proposed))
+            first = replace(proposal, tokens=proposal.tokens[:, :num_draft_tokens].contiguous())
+            proposal = first if num_draft_tokens > 0 else self._propose(0)
+            bitmask = None if bitmask is None else bitmask[:, : num_draft_tokens + 1].contiguous()
         return self._verify(num_draft_tokens, proposal, bitmask, choose)
 
     def _propose(self, num_draft_tokens: int) -> Draft:

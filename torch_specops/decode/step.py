@@ -27,6 +27,7 @@ from .state import DecodeState
 __all__ = [
     "Choose",
     "Verifier",
+    "checked_drafts",
     "propose",
     "speculative_step",
     "unpack_record",
@@ -152,13 +153,12 @@ def verify_and_commit(
         keep_logits: called in an eager step with the target's logits [B, K+1, V].
         bitmask: [B, K+1, ceil(V / 32)] int32, the tokens that a grammar allows at each position; None = all.
     """
-    room = torch.where(state.finished, 0, state.limits - state.lengths)
-    proposal, num_proposed = _checked(proposal, room, target.vocab_size)
+    proposal, num_proposed = checked_drafts(proposal, state, target.vocab_size)
     if choose is not None and proposal.tokens.shape[1] > 0:
         proposal, num_proposed = _first_drafts(proposal, choose(proposal, num_proposed))
     num_draft_tokens = proposal.tokens.shape[1]
     num_unread = unread_length or 1
-    index = torch.arange(num_unread + num_draft_tokens, device=room.device)
+    index = torch.arange(num_unread + num_draft_tokens, device=state.tokens.device)
     positions = (state.lengths - num_unread).unsqueeze(1) + index
     unread = state.tokens.gather(1, positions[:, :num_unread])
     if num_draft_tokens > 0:
@@ -182,7 +182,7 @@ def verify_and_commit(
         logits = target_logits if state.logprobs_of == "raw" else processed
         num_top = 0 if state.top_tokens is None else state.top_tokens.shape[2]
         logprobs = log_probabilities(logits, output_tokens, state.sampling, state.logprobs_of, num_top)
-    return _commit(state, room, output_tokens, num_accepted, num_proposed, logprobs)
+    return _commit(state, output_tokens, num_accepted, num_proposed, logprobs)
 
 
 def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int], list[bool]]:
@@ -193,10 +193,10 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
     return tokens, [row[-3] for row in rows], [row[-2] for row in rows], [row[-1] == 1 for row in rows]
 
 
-def _checked(proposal: Draft, room: Tensor, vocab_size: int) -> tuple[Draft, Tensor]:
+def checked_drafts(proposal: Draft, state: DecodeState, vocab_size: int) -> tuple[Draft, Tensor]:
     """The drafts, with -1 (padding) in place of those outside the vocabulary or beyond the row's room; and how many
     drafts each row has before its first padding [B]."""
-    tokens = proposal.tokens
+    tokens, room = proposal.tokens, _room(state)
     if tokens.shape[1] == 0:
         return proposal, torch.zeros_like(room)
     # The last token before the limit is the next token, which needs no draft.
@@ -232,9 +232,13 @@ def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor
     return zeros[:, 1:], zeros[:, 0]
 
 
+def _room(state: DecodeState) -> Tensor:
+    """[B] new tokens that each row may still get."""
+    return torch.where(state.finished, 0, state.limits - state.lengths)
+
+
 def _commit(
     state: DecodeState,
-    room: Tensor,
     output_tokens: Tensor,
     num_accepted: Tensor,
     num_proposed: Tensor,
@@ -248,7 +252,7 @@ def _commit(
     is_eos = (output_tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
     # The -1 behind the tokens also equals the -1 that stands for no eos, but comes too late to matter.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
-    most = torch.minimum(up_to_eos, room)
+    most = torch.minimum(up_to_eos, _room(state))
     count = torch.minimum(num_tokens, most)
     # A row that reaches an eos or its limit before the failed position has not failed.
     failed = (num_tokens == num_accepted) & (count < most)

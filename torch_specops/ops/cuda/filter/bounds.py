@@ -46,8 +46,8 @@ ROOM = 4
 FEW_GROUPS = 2048
 
 
-def cut_warps(lanes: int, stride_v: int | None) -> int:
-    return 8 if lanes <= FEW_GROUPS and stride_v is None else 16
+def cut_warps(lanes: int, is_contiguous: bool) -> int:
+    return 8 if lanes <= FEW_GROUPS and is_contiguous else 16
 
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
@@ -115,4 +115,4 @@ def _search(
         "BLOCK_G": lanes,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))
-    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(lanes, values["stride_v"]))
+    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(lanes, logits.stride(2) == 1))
