@@ -92,6 +92,7 @@ OWN = (r"^[2-5]\.\d\d tokens per step$", "identical to decoding without drafts: 
         ("hf_generate.py", "", [SAME]),
         ("hf_generate.py", f"{PAIR} --prompts '3 17 5 3 17' '9 4' --max-new-tokens 12", [SAME]),
         ("own_model.py", "", OWN),
+        ("images.py", "", [SAME, r"^[1-4]\.\d\d tokens per step$"]),
         ("hybrid.py", "", [SAME, r"^[1-5]\.\d\d tokens per step$", r"^[1-9]\d* drafts were rejected$"]),
         ("eagle3.py", "--target {target} --head {head} --prompts '3 17 5 3 17' '9 4'", ["the same text: True"]),
         ("processors.py", f"{PAIR} --prompt '3 17 5 3 17' --words 9 '4 5'", [SAME]),

@@ -328,7 +328,7 @@ def test_a_model_around_a_text_model_is_checked() -> None:
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     call["custom_generate"] = hf.custom_generate
     assert torch.equal(model.generate(ids, **call), text.sequences)
-    with pytest.raises(ValueError, match="pixel_values: this loop does not pass"):
+    with pytest.raises(ValueError, match="input_ids: expected placeholders"):
         model.generate(ids, **call, pixel_values=torch.zeros(3, 3, 28, 28, dtype=torch.float64))
     # It lets all tokens of a prompt see each other.
     with pytest.raises(ValueError, match="model: PaliGemmaForConditionalGeneration does not read ragged rows right"):

@@ -18,6 +18,7 @@ from ..decode.models import evaluating, look_at, mode_of, modules_of
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
+from ..drafts.images import reads_images
 from ..drafts.model import as_draft_source
 from ..drafts.ragged import begin_texts
 from ..ops.tracing import normal_tensors
@@ -119,6 +120,8 @@ def beam_search(
     draft_model = _draft_model(draft, model)
     look_at(model, draft_model)
 
+    if inputs and reads_images(model):
+        raise ValueError("inputs: beam search reads no images; expected none, and a prompt of text")
     prompts = read_prompts(
         model,
         input_ids,

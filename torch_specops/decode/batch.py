@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import feature_model, replace_inputs
+from ..drafts.images import reads_images
 from ..drafts.ragged import begin_texts, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
 from ..schedules import NextStep, PastStep
@@ -99,11 +100,13 @@ class Batch:
         # A step that was read before its time, because the masks of the next one depend on its tokens.
         self._read_early: RowResults | None = None
         self._pad_token_id = prompts.pad_token_id
-        state = runner.start(prompts.state, capacity, inputs)
+        has_images = inputs is not None and reads_images(runner.target)
+        # Steps do not depend on the sizes of images.
+        state = runner.start(prompts.state, capacity, None if has_images else inputs)
         runner.keep_logits = None if logits is None else logits.push
         target, lengths = runner.target, [row.length for row in self.rows]
         reads_first = _keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
-        reads_first |= keeps_states(target)
+        reads_first |= keeps_states(target) or has_images
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
         if runner.compiled or min(lengths) < max(lengths) or reads_first:
@@ -139,7 +142,7 @@ class Batch:
         self.stats.prefill_seconds += time.perf_counter() - started
 
     def replace_inputs(self, index: int, inputs: Mapping[str, Tensor]) -> None:
-        """Let the encoders read other inputs [1, ...] for a row that has ended."""
+        """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
         with normal_tensors():
             replace_inputs(self._runner.target, index, inputs)
             if self._runner.draft is not None:

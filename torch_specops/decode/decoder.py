@@ -229,7 +229,8 @@ class SpeculativeDecoder:
             eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
-            inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`).
+            inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`); or the
+                images of all prompts, as a processor gives them (`pixel_values`, `image_grid_thw`, ...).
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
                 target's logits as they come; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.

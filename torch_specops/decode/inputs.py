@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import LanguageModel
+from ..drafts.images import reads_images
 from ..grammars import Grammar
 from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
@@ -70,7 +71,8 @@ class Prompts:
         rules: what ends each row besides its eos and limit.
         grammars: what restricts each row's new tokens, None where nothing does.
         pad_token_id: fills a sequence after its end.
-        inputs: the input of the target's encoder for each sequence, by name; None = nothing.
+        inputs: the input of the target's encoder for each sequence, by name, or the images of all prompts; None =
+            nothing.
         num_copies: sequences of each prompt, which stand together.
     """
 
@@ -145,9 +147,13 @@ def read_prompts(
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
     check_logprobs(logprobs, top_logprobs, target.vocab_size)
+    if reads_images(target):
+        inputs = target.check_images(tokens, lengths, inputs, _of_numpy(attention_mask))
     if num_return_sequences > 1:
         tokens, lengths = (each.repeat_interleave(num_return_sequences, 0) for each in (tokens, lengths))
-        inputs = inputs and {name: values.repeat_interleave(num_return_sequences, 0) for name, values in inputs.items()}
+        # Images are read once for all sequences of a prompt.
+        if inputs and not reads_images(target):
+            inputs = {name: values.repeat_interleave(num_return_sequences, 0) for name, values in inputs.items()}
     params = checked_sampling(sampling) or default_sampling or SamplingParams()
     of_rows = params.tensors(batch, prompt_lengths=lengths, eos=eos, vocab_size=target.vocab_size)
     finished, top = num_new == 0, (*tokens.shape, top_logprobs)

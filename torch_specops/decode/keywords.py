@@ -34,6 +34,7 @@ INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in
     "num_assistant_tokens": "num_draft_tokens=...",
     "num_beams": "beam search is torch_specops.beam.beam_search(target, input_ids, num_beams=...)",
     "num_speculative_tokens": "num_draft_tokens=...",
+    "pixel_values": "inputs={...}, with all that the processor gives for images",
     "prefix_allowed_tokens_fn": _CUSTOM_GENERATE,
     "prompt_lookup_num_tokens": "draft=torch_specops.drafts.PromptLookup() with num_draft_tokens=...",
     "return_dict_in_generate": "an output with statistics is what the call returns",

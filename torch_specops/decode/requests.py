@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import LanguageModel
+from ..drafts.images import reads_images
 from ..grammars import Grammar
 from ..sampling import SamplingParams
 from .inputs import Prompts, Seed, read_prompts
@@ -37,7 +38,7 @@ class Request:
         eos_token_id: a token or several; () = none; None = those of the target's generation config.
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
         max_time: seconds from the request's admission to a row until the step that ends it, >= 0; None = no limit.
-        inputs: the input of the target's encoder, by name, with a batch of one.
+        inputs: the input of the target's encoder, by name, with a batch of one; or the images of the prompt.
         grammar: a `Grammar`, which belongs to this request alone.
 
     Examples:
@@ -197,10 +198,10 @@ def read_request(
         if not 0 <= max_time <= sys.float_info.max and max_time != math.inf:
             raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
     has_encoder = getattr(target, "reads_inputs", False)
-    if (inputs is not None) != has_encoder:
-        expected = "those of the target's encoder" if has_encoder else "None, because the target has no encoder"
+    if (inputs is not None) != has_encoder and not reads_images(target):
+        expected = "those of the target's encoder" if has_encoder else "None, because the target reads tokens alone"
         raise ValueError(f"inputs: expected {expected}, got {type(inputs)}")
-    for name, value in (inputs or {}).items():
+    for name, value in (inputs or {}).items() if has_encoder else ():
         if not isinstance(value, Tensor) or value.shape[:1] != (1,):
             raise ValueError(f"inputs: expected {name} with a batch of one, got {getattr(value, 'shape', type(value))}")
     row = _as_row(fields.pop("input_ids"))

@@ -363,7 +363,7 @@ class StepRunner:
             proposal, bitmask = masks(proposal, self.compiled)
         if choose is not None and self.is_fixed and self.asks_again:
             # All rows get as many, so that the step has a graph.
-            _, num_proposed = checked_drafts(proposal, self.state, self.target.vocab_size)
+            _, num_proposed = checked_drafts(proposal, self.state, self.target)
             num_draft_tokens = max(choose(proposal, num_proposed))
             first = replace(proposal, tokens=proposal.tokens[:, :num_draft_tokens].contiguous())
             proposal = first if num_draft_tokens > 0 else self._propose(0)

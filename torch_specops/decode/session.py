@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..drafts.images import reads_images
 from ..sampling import SamplingParams
 from .batch import Batch
 from .guard import Guard
@@ -256,6 +257,7 @@ class Session:
     def _admit(self) -> None:
         """End at most a batch of requests that need no row; give free rows to others."""
         admitted: dict[int, Prompts] = {}
+        with_images: dict[int, Prompts] = {}
         free = [row for row, text in enumerate(self._rows) if text is None]
         for _ in self._rows:
             with self._changed:
@@ -280,14 +282,27 @@ class Session:
                 # The vocabulary may have shrunk since the request was read.
                 check_tokens(text.prompt.state.tokens, self._vocab_size)
                 self._replace_inputs(row, text.prompt.inputs)
-                admitted[row] = text.prompt
             except (TypeError, ValueError, RuntimeError) as error:
                 self._end(text, "error", str(error))
+                continue
+            has_images = text.prompt.inputs is not None and reads_images(self._runner.target)
+            # A handle may outlive its request by long.
+            text.prompt = replace(text.prompt, inputs=None)
+            (with_images if has_images else admitted)[row] = text.prompt
         if admitted:
             assert self._batch is not None
             self._batch.fill(admitted)
+        for row, prompt in with_images.items():
+            assert self._batch is not None
+            try:
+                self._batch.fill({row: prompt})
+            except ValueError as error:
+                # The model has refused the images.
+                self._end_row(row, "error", str(error))
 
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
+        if reads_images(self._runner.target):
+            inputs = inputs or {}
         if inputs is None:
             return
         if self._batch is None or not self._is_begun:
@@ -312,11 +327,11 @@ class Session:
             elif now >= text.deadline:
                 self._end_row(row, "time")
 
-    def _end_row(self, row: int, reason: str) -> None:
+    def _end_row(self, row: int, reason: str, error: str | None = None) -> None:
         text = self._rows[row]
         assert text is not None and self._batch is not None
         self._batch.end(row, reason)
-        self._end(text, reason)
+        self._end(text, reason, error)
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)

@@ -153,7 +153,7 @@ def verify_and_commit(
         keep_logits: called in an eager step with the target's logits [B, K+1, V].
         bitmask: [B, K+1, ceil(V / 32)] int32, the tokens that a grammar allows at each position; None = all.
     """
-    proposal, num_proposed = checked_drafts(proposal, state, target.vocab_size)
+    proposal, num_proposed = checked_drafts(proposal, state, target)
     if choose is not None and proposal.tokens.shape[1] > 0:
         proposal, num_proposed = _first_drafts(proposal, choose(proposal, num_proposed))
     num_draft_tokens = proposal.tokens.shape[1]
@@ -193,15 +193,18 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
     return tokens, [row[-3] for row in rows], [row[-2] for row in rows], [row[-1] == 1 for row in rows]
 
 
-def checked_drafts(proposal: Draft, state: DecodeState, vocab_size: int) -> tuple[Draft, Tensor]:
-    """The drafts, with -1 (padding) in place of those outside the vocabulary or beyond the row's room; and how many
-    drafts each row has before its first padding [B]."""
+def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -> tuple[Draft, Tensor]:
+    """The drafts, with -1 (padding) in place of those outside the vocabulary or beyond the row's room, and of a
+    target's `undrafted` tokens; and how many drafts each row has before its first padding [B]."""
     tokens, room = proposal.tokens, _room(state)
     if tokens.shape[1] == 0:
         return proposal, torch.zeros_like(room)
     # The last token before the limit is the next token, which needs no draft.
     is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
-    is_draft = is_inside & (tokens >= 0) & (tokens < vocab_size)
+    is_draft = is_inside & (tokens >= 0) & (tokens < target.vocab_size)
+    # Where the padding of sampled drafts begins may not depend on what was drawn.
+    for token in getattr(target, "undrafted", ()) if proposal.logits is None else ():
+        is_draft = is_draft & (tokens != token)
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
 

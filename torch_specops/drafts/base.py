@@ -305,7 +305,8 @@ class LanguageModel(Protocol):
         """Make room for `batch` sequences of `capacity` tokens and forget what was read before.
 
         Args:
-            inputs: what the model reads besides the tokens, by name: the input of an encoder.
+            inputs: what the model reads besides the tokens, by name: the input of an encoder, or images (`ImageModel`
+                in drafts/images.py).
         """
         ...
 

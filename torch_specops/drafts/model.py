@@ -25,6 +25,7 @@ from .base import (
     stacked,
     static_tensors_of,
 )
+from .images import reads_images
 from .ragged import expect_tokens, read_beginnings, read_texts
 
 __all__ = ["ModelDraft", "SampledDraft", "SequentialDraft", "as_draft_source"]
@@ -133,6 +134,7 @@ class ModelDraft(SequentialDraft):
         self._room: int | None = None
         # [B, 1] how much `start` and `restart` have read of each row.
         self._begun = torch.zeros(0, 1, dtype=torch.int64)
+        self._takes_inputs = True
 
     # An `EarlyExit` has no model before it is bound.
     @property
@@ -151,13 +153,15 @@ class ModelDraft(SequentialDraft):
         # The draft reads the output of the target's encoder if it has the same one or none of its own.
         if hasattr(target, "share_encoder"):
             self.model = target.share_encoder(self.model)
+        # A draft of text alone reads the placeholders of images as tokens.
+        self._takes_inputs = not reads_images(target) or reads_images(self.model)
 
     def expect(self, num_draft_tokens: int) -> None:
         expect_tokens(self.model, num_draft_tokens + 1)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._room = self.max_length if self.max_length is not None and capacity > self.max_length else None
-        self.model.start(tokens.shape[0], self._room or capacity, inputs)
+        self.model.start(tokens.shape[0], self._room or capacity, inputs if self._takes_inputs else None)
         read_beginnings(self.model, tokens.clamp(min=0), lengths, num_unread=2)
         self._begun = (lengths.unsqueeze(1) - 2).clamp(min=0)
 
@@ -166,7 +170,8 @@ class ModelDraft(SequentialDraft):
         self._begun[rows] = (lengths[rows].unsqueeze(1) - 2).clamp(min=0)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        replace_inputs(self.model, row, inputs)
+        if self._takes_inputs:
+            replace_inputs(self.model, row, inputs)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.tracing import normal_tensors
 from .base import LanguageModel
+from .images import reads_images
 
 __all__ = [
     "RowReader",
@@ -69,6 +70,10 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
     """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
     other rows do not change. May wait for the device."""
     begin_texts(model, lengths[rows], rows)
+    if with_images := _read_images(model, tokens, rows.tolist(), num_unread):
+        rows = rows[[row not in with_images for row in rows.tolist()]]
+        if len(rows) == 0:
+            return
     counts = _counts(model, lengths[rows], num_unread)
     if not can_read_rows(model):
         index = torch.arange(max(*counts, 1), device=tokens.device)
@@ -86,6 +91,8 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
     tokens of the longest, but at least one token, to allocate a cache; equal prompts once, if it has `copy_rows`. May
     wait for the device."""
     begin_texts(model, lengths)
+    if _read_images(model, tokens, range(len(tokens)), num_unread):
+        return
     counts = _counts(model, lengths, num_unread)
     width = max(*counts, 1)
     rows = list(range(len(tokens)))
@@ -99,6 +106,11 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
             model.copy_rows(torch.tensor(sources, device=tokens.device), width)
             return
     _read(model, tokens, [max(count, 1) for count in counts], rows, None)
+
+
+def _read_images(model: LanguageModel, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
+    """Let a model read those prompts of these rows that it has been given images for; returns their rows."""
+    return model.read_images(tokens, rows, num_unread) if reads_images(model) else []
 
 
 def _counts(model: LanguageModel, lengths: Tensor, num_unread: int) -> list[int]:

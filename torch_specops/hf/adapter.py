@@ -15,6 +15,7 @@ from ..ops.attention import DTYPES
 from .architecture import Reading, unwrapped, windows
 from .encoder_decoder import EncoderDecoderModel
 from .hybrid import HybridModel
+from .images import HybridImageModel, ImageTextModel, reads_images
 from .models import TESTED_FAMILIES, TransformersModel
 from .references import are_same, is_foreign
 from .rereading import OTHER_ROTARY, RereadingModel
@@ -61,9 +62,11 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
                 f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
             )
         return EncoderDecoderModel(model)
-    kind = TransformersModel if rereads_at(model) is None else RereadingModel
+    kind = ImageTextModel if reads_images(model) else TransformersModel
+    if rereads_at(model) is not None:
+        kind = RereadingModel
     if any(state_modules(model)):
-        kind = HybridModel
+        kind = HybridImageModel if reads_images(model) else HybridModel
     return kind(model, check=_Check())
 
 
@@ -198,12 +201,8 @@ def _difference(
     if use_spans and adapter.packs_rows:
         is_read = index < torch.tensor([[2], [count]], device=device)
         found.append(adapter.forward_packed(tokens, positions, is_read) - wanted[is_read])
-    # Rounding differs by far less, a missing or wrong token by far more. Many models compute rotary embeddings or
-    # experts' weights in float32, whatever their dtype; under autocast they compute in 16 bits.
-    dtypes = adapter.dtype, torch.float32, *(layer.values.dtype for layer in adapter.key_values[:1])
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     difference = torch.cat([each.flatten() for each in found])
-    return float(difference.abs().amax()), eps**0.5 * float(expected.abs().amax())
+    return float(difference.abs().amax()), adapter.rounding_of(expected)
 
 
 def _lower(adapter: TransformersModel, names: list[str]) -> None:

@@ -113,7 +113,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         return [self.keys, self.values] if self.is_initialized else []
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.capacity, 0
+        return self._cache.width or self._cache.capacity, 0
 
     def get_seq_length(self) -> int:
         # Rows have different lengths, and a forward is given positions and masks.

@@ -53,6 +53,7 @@ def custom_generate(
     tokenizer: Any = None,
     grammar: AnyGrammar = None,
     has_mask: bool = False,
+    image_inputs: Mapping[str, Tensor] | None = None,
     num_assistant_tokens: int | None = None,
     num_assistant_tokens_schedule: str | None = None,
     assistant_confidence_threshold: float | None = None,
@@ -90,8 +91,8 @@ def custom_generate(
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
         tokenizer: not used here; `generate` needs it for stop strings.
-        has_mask, inputs_tensor, model_kwargs: whether a mask was given, masks, the encoder's input and output, and what
-            transformers prepared for its own loop.
+        has_mask, image_inputs, inputs_tensor, model_kwargs: whether a mask was given, the images of the prompts, masks,
+            the encoder's input and output, and what transformers prepared for its own loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
@@ -167,7 +168,11 @@ def custom_generate(
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     kept = _kept_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
-    inputs = None
+    inputs, prompts, copies = image_inputs or None, input_ids, 1
+    if image_inputs:
+        # transformers has repeated the prompts, and not their images.
+        copies = max(generation_config.num_return_sequences or 1, 1)
+        prompts, mask = input_ids[::copies], None if mask is None else mask[::copies]
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     arguments = GenerateArguments(
@@ -180,10 +185,11 @@ def custom_generate(
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
         pad_token_id=pad_token_id,
         inputs=inputs,
+        num_return_sequences=copies,
         grammar=grammar,
     )
     batch_rules = BatchRules(stops.batch_rules, input_ids, pad_token_id) if stops.batch_rules else None
-    output = kept.decoder.run(input_ids, arguments, token_streamer, stops.row_rules, batch_rules, predictions)
+    output = kept.decoder.run(prompts, arguments, token_streamer, stops.row_rules, batch_rules, predictions)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _kept[model] = kept
@@ -295,7 +301,10 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
         )
     # transformers 5.18 and later encode images and videos first, and pass an empty dict where there are none.
     if model_kwargs.get("mm_encoder_outputs"):
-        raise ValueError("pixel_values: this loop does not pass images and videos to the model")
+        raise ValueError(
+            "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
+            "expected pixel_values, and of a model whose images it reads (docs/huggingface.md)"
+        )
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     read = {"attention_mask", f"{prefix}attention_mask", f"{prefix}position_ids"}
     for name, value in model_kwargs.items():

@@ -20,6 +20,7 @@ import transformers
 from transformers.generation import GenerationMode
 
 from ..decode.keywords import IN_CUSTOM_GENERATE
+from .images import image_inputs, reads_images
 
 __all__ = ["hand_on_arguments"]
 
@@ -33,9 +34,9 @@ PARAMETERS = {
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
     """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
-    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, and `has_mask`: whether a mask was given; and
-    allow it drafts in every call. Calls with another function see no difference. Warns if the mixin has not both
-    methods with those parameters."""
+    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, `has_mask`: whether a mask was given, and
+    `image_inputs`: the images of a model that this loop gives them to; and allow it drafts in every call. Calls with
+    another function see no difference. Warns if the mixin has not both methods with those parameters."""
     methods: dict[str, Any] = {name: getattr(mixin, name, None) for name in PARAMETERS}
     extract, validate = methods.values()
     if any(
@@ -73,6 +74,9 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
             more["tokenizer"] = kwargs.get("tokenizer")
             mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             more["has_mask"] = kwargs.get(mask) is not None
+            # Behind this method transformers may encode the images, and keep them from the function.
+            images = image_inputs(self) if reads_images(self) else ()
+            more["image_inputs"] = {name: kwargs.pop(name) for name in images if kwargs.get(name) is not None}
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
     @functools.wraps(validate)

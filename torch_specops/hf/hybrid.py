@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,17 +105,23 @@ class HybridModel(TransformersModel):
         rows: Tensor | None = None,
         width: int | None = None,
     ) -> Tensor:
+        with self.beginning(rows):
+            return super().read(tokens, positions, use_spans, num_logits, rows, width)
+
+    @contextmanager
+    def beginning(self, rows: Tensor | None) -> Iterator[None]:
+        """Within it what a forward reads of rows [A], None = all, begins their texts if nothing was read of them."""
+        cache = self._require_cache()
         # Steps find nothing unread, and wait for nothing.
         if self._unread:
-            members = set(range(len(tokens)) if rows is None else rows.tolist())
-            cache = self._require_cache()
+            members = set(range(cache.batch) if rows is None else rows.tolist())
             cache.begins_texts = members <= self._unread
             cache.others_run = len(self._unread | members) < cache.batch
             self._unread -= members
         try:
-            return super().read(tokens, positions, use_spans, num_logits, rows, width)
+            yield
         finally:
-            self._require_cache().begins_texts = False
+            cache.begins_texts = False
 
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor

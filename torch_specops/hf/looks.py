@@ -121,6 +121,8 @@ class Look:
         # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
         writes = "longrope" in str(own.get("rope_type"))
         attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
+        # A forward that keeps hidden states, as many of images do, adds hooks to its layers first (transformers).
+        attributes["_forward_hooks"] = own["_forward_hooks"].copy()
         attributes["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
         self._met += (type(module), *module._modules)
         self._look_at_class(type(module))

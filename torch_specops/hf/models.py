@@ -393,6 +393,14 @@ class TransformersModel:
             "logits_to_keep": num_logits or 0,
         }
 
+    def rounding_of(self, logits: Tensor) -> float:
+        """How much rounding may explain of a difference from these logits, far more than it is and far less than a
+        wrong token makes."""
+        # Many models compute rotary embeddings or experts' weights in float32, whatever their dtype; under autocast
+        # they compute in 16 bits.
+        dtypes = self.dtype, torch.float32, *(layer.values.dtype for layer in self.key_values[:1])
+        return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * float(logits.abs().amax())
+
     def first_layers(self, num_layers: int) -> TransformersModel:
         """The model that stops after its first layers; final norm, head and weights are the same objects.
 

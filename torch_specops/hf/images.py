@@ -1,0 +1,274 @@
+"""Models of images and text: the prompt is read by the model's own forward, and what follows is text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .cache import RaggedCache
+from .hybrid import HybridModel
+from .models import Check, TransformersModel
+
+__all__ = ["HybridImageModel", "ImageTextModel", "image_inputs", "reads_images"]
+
+# The tests compare these with transformers' own decoding. What others read is compared when they first get an image.
+TESTED_MODELS = {"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
+# What forwards call their images, and the marks of the tokens in whose place an image is read.
+IMAGES = (
+    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids"),
+    *("spatial_shapes", "batch_num_images"),
+)
+TYPE_IDS = ("token_type_ids", "mm_token_type_ids")
+
+
+def image_inputs(model: PreTrainedModel) -> list[str]:
+    """The names of the images and type ids that a model's forward takes."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return [name for name in (*IMAGES, *TYPE_IDS) if name in parameters]
+
+
+def reads_images(model: PreTrainedModel) -> bool:
+    has_placeholder = isinstance(getattr(model.config, "image_token_id", None), int)
+    return has_placeholder and "pixel_values" in image_inputs(model)
+
+
+class ImageTextModel(TransformersModel):
+    """A causal transformers model that reads images in the places of a token in the prompt, the placeholder.
+
+    The prompts with images, padded on the right, are read in one forward of the model's own, which makes masks and
+    positions for them. An image may take fewer positions than it has tokens (mRoPE): `deltas` are what a row's text
+    behind its prompt is shifted by. A placeholder behind the prompt is text like any other token.
+
+    Attributes:
+        reads_images: True.
+        undrafted: the placeholder, which no lookup proposes.
+    """
+
+    reads_images = True
+
+    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
+        # Images to be read, and the rows whose prompts have them.
+        self._images: list[tuple[Sequence[int], Mapping[str, Tensor]]] = []
+        self._num_copies = 1
+        # [B] int64, at one address for all batches of a size; None = the model's positions are those of its tokens.
+        self._deltas: Tensor | None = None
+        super().__init__(model, num_layers, check)
+
+    def _understand(self) -> None:
+        super()._understand()
+        self._placeholder: int = self.model.config.image_token_id
+        self._names = image_inputs(self.model)
+        self._image_names = [name for name in self._names if name in IMAGES]
+        self._is_compared = self.model.config.model_type in TESTED_MODELS
+
+    @property
+    def undrafted(self) -> tuple[int, ...]:
+        return (self._placeholder,)
+
+    def check_images(
+        self, tokens: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None, attention_mask: Tensor | None
+    ) -> dict[str, Tensor] | None:
+        """The images of prompts [B, P] of `lengths` [B], with the mask of the prompts [B, P]; None = there are none.
+
+        Args:
+            inputs: as a processor gives them. Type ids stand where `attention_mask` [B, P] says, and are not needed.
+
+        Raises:
+            TypeError, ValueError: an input that the model does not take or that is no tensor; placeholders without
+                images, or images without; type ids of other tokens; a prompt that ends with a placeholder.
+        """
+        images, inside = dict(inputs or {}), torch.arange(tokens.shape[1], device="cpu") < lengths.unsqueeze(1)
+        is_image = (tokens == self._placeholder) & inside
+        self._check_names(images)
+        for name, value in (inputs or {}).items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"inputs: expected {name} as a tensor, got {type(value)}")
+            if name in TYPE_IDS:
+                types, mask = images.pop(name).cpu(), inside if attention_mask is None else attention_mask.bool().cpu()
+                if types.shape != mask.shape or not torch.equal(types[mask].long(), is_image[inside].long()):
+                    raise ValueError(
+                        f"inputs: expected {name} {list(mask.shape)}, 1 for the placeholders of images (token "
+                        f"{self._placeholder}) and 0 for other tokens, got others"
+                    )
+        if not images and not bool(is_image.any()):
+            return None
+        if "pixel_values" not in images:
+            raise ValueError(
+                f"inputs: expected {', '.join(self._image_names)} for the placeholders of images (token "
+                f"{self._placeholder}) in input_ids, got {', '.join(images) or 'none'}"
+            )
+        if not bool(is_image.any()):
+            raise ValueError(f"input_ids: expected placeholders (token {self._placeholder}) for the images, got none")
+        if bool((tokens.gather(1, lengths.unsqueeze(1) - 1) == self._placeholder).any()):
+            raise ValueError(
+                f"input_ids: expected text behind the last image, got a prompt that ends with token {self._placeholder}"
+            )
+        return images | {"attention_mask": inside}
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        super().start(batch, capacity)
+        self._images, self._num_copies = [], 1
+        if self._position_module() is None:
+            self._deltas = None
+        elif self._deltas is None or (len(self._deltas), self._deltas.device) != (batch, self.device):
+            self._deltas = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        else:
+            self._deltas.zero_()
+        if inputs:
+            self._num_copies = batch // len(inputs["attention_mask"])
+            self._take(range(0, batch, self._num_copies), inputs)
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        """Images for the prompt that is read next in a row; {} = it has none."""
+        self._images = [(rows, images) for rows, images in self._images if row not in rows]
+        if inputs:
+            self._take([row], inputs)
+
+    def _take(self, rows: Sequence[int], inputs: Mapping[str, Tensor]) -> None:
+        self._check_names(inputs.keys() - {"attention_mask"})
+        # A draft for which a prompt is too long reads tokens, as far as it can.
+        if inputs["attention_mask"].shape[1] <= self._require_cache().capacity:
+            self._images.append((rows, inputs))
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        others = sorted(set(names) - set(self._names))
+        if others:
+            raise ValueError(
+                f"inputs: {type(self.model).__name__} gets images alone here, as {', '.join(self._image_names)}; "
+                f"got {', '.join(others)}"
+            )
+
+    def read_images(self, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
+        """Read the prompts of `rows` in tokens [B, W] that images have been given for; returns their rows. These images
+        are freed.
+
+        Raises:
+            ValueError: other images than the placeholders are for; a model whose text does not go on from its own
+                reading of images.
+        """
+        given = [each for each in self._images if set(each[0]) <= set(rows)]
+        self._images = [each for each in self._images if not set(each[0]) <= set(rows)]
+        for own_rows, images in given:
+            index, mask = torch.tensor(own_rows, device=self.device), images["attention_mask"].to(self.device)
+            images = {name: value.to(self.device) for name, value in images.items() if name in IMAGES}
+            own = tokens[index, : mask.shape[1]]
+            self._read_prompts(own, mask, images, index, num_unread)
+            if not self._is_compared:
+                self._compare(own, mask, images, index)
+        copies, self._num_copies = self._num_copies, 1
+        if not given or copies == 1:
+            return [row for own_rows, _ in given for row in own_rows]
+        self.copy_rows(torch.arange(len(tokens), device=tokens.device) // copies * copies, mask.shape[1])
+        return list(range(len(tokens)))
+
+    def _read_prompts(
+        self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
+    ) -> None:
+        """Read all of the prompts [A, P] of rows [A]: an image may not be cut."""
+        cache, slots = self._require_cache(), torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+        written = cache.writing_at(slots, mask.shape[1], rows if len(rows) < cache.batch else None)
+        with written, self.reading_at(self._lengths_at(slots)):
+            _, deltas = self._own_forward(tokens, mask, images, cache)
+        if self._deltas is not None:
+            self._deltas[rows] = 0 if deltas is None else deltas.flatten()
+
+    def _own_forward(
+        self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], cache: RaggedCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits of the model's own forward, of the last token if there is a cache, and its deltas [A, 1]."""
+        types = ((tokens == self._placeholder) & mask).long()
+        arguments = {"input_ids": tokens, "attention_mask": mask.long(), self._cache_argument: cache, **images}
+        arguments |= {name: types for name in self._names if name in TYPE_IDS}
+        positions = self._position_module()
+        if positions is not None:
+            vars(positions)["rope_deltas"] = None
+        try:
+            output = self.prepared(**arguments, use_cache=cache is not None, logits_to_keep=int(cache is not None))
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+            raise ValueError(f"inputs: {type(self.model).__name__} cannot read these images: {error}") from error
+        return output.logits, None if positions is None else vars(positions)["rope_deltas"]
+
+    def _compare(self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Compare logits of the prompts' last tokens in a step with those of a forward without a cache."""
+        last = mask.sum(1, keepdim=True) - 1
+        logits, _ = self._own_forward(tokens, mask, images, None)
+        expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()
+        difference = float((self.forward(tokens.gather(1, last), last, 1, rows)[:, 0] - expected).abs().amax())
+        if not difference <= self.rounding_of(expected):
+            raise ValueError(
+                f"model: {type(self.model).__name__} does not read text behind images right: its logits differ by "
+                f"{difference:.1e} from its own; decode with transformers alone"
+            )
+        self._is_compared = True
+
+    def _position_module(self) -> nn.Module | None:
+        """The module, a copy, that keeps how far the text behind images is shifted."""
+        return next((each for each in self.prepared.modules() if "rope_deltas" in vars(each)), None)
+
+    def _position_ids(self, positions: Tensor) -> Tensor:
+        positions, owners = super()._position_ids(positions), self._require_cache().owners
+        if self._deltas is None:
+            return positions
+        return positions + (self._deltas.unsqueeze(1) if owners is None else self._deltas[owners])
+
+    def clear_rows(self, rows: Tensor) -> None:
+        super().clear_rows(rows)
+        if self._deltas is not None:
+            self._deltas.index_fill_(0, rows, 0)
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        super().copy_rows(sources, width)
+        if self._deltas is not None:
+            self._deltas.copy_(self._deltas[sources])
+
+    def static_tensors(self) -> list[Tensor]:
+        return [*super().static_tensors(), *([] if self._deltas is None else [self._deltas])]
+
+
+class HybridImageModel(ImageTextModel, HybridModel):
+    """A model of images and text some of whose layers keep a state of the text (Qwen3.5): it reads each prompt alone,
+    because nothing behind the end of a prompt may be read with it."""
+
+    def _read_prompts(
+        self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
+    ) -> None:
+        counts = (tokens == self._placeholder).logical_and(mask).sum(1).tolist()
+        for index, (length, own) in enumerate(zip(mask.sum(1).tolist(), self._split(images, counts), strict=True)):
+            row, at = rows[index : index + 1], slice(0, max(length - num_unread, 1))
+            with self.beginning(row):
+                super()._read_prompts(tokens[index : index + 1, at], mask[index : index + 1, at], own, row, num_unread)
+
+    def _split(self, images: Mapping[str, Tensor], counts: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
+        """The images of each prompt, given the numbers of their placeholders."""
+        if len(counts) == 1:
+            return [images]
+        grids = images.get("image_grid_thw")
+        if grids is None:
+            raise ValueError(
+                f"inputs: {type(self.model).__name__} keeps a state of its text, and which images a prompt has is not "
+                "known without image_grid_thw; expected a batch of one"
+            )
+        patches = grids.prod(1)
+        # How many placeholders and patches there are up to each image.
+        placeholders = (patches // self.model.config.vision_config.spatial_merge_size**2).cumsum(0).tolist()
+        ends, split, first, total = [0, *patches.cumsum(0).tolist()], [], 0, 0
+        for count in counts:
+            total += count
+            last = sum(each <= total for each in placeholders)
+            own = {
+                "image_grid_thw": grids[first:last],
+                "pixel_values": images["pixel_values"][ends[first] : ends[last]],
+            }
+            split.append(own if last > first else {})
+            first = last
+        if total != (placeholders or [0])[-1]:
+            raise ValueError(
+                f"inputs: expected images for {total} placeholders in input_ids, got some for {placeholders[-1]}"
+            )
+        return split
