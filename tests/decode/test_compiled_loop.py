@@ -112,6 +112,11 @@ def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
         assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
     assert compiled._runner.schedule.buckets == (0, 6)
     assert compiled.stats.mean_acceptance_length > 2
+    # Steps are made ready again once a hook was there, that without drafts too.
+    model: Any = compiled.target
+    model.model.register_forward_hook(lambda *_: None).remove()
+    assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
+    assert {count for count, _ in compiled._runner._ready} == {0, 6}
     with torch.compiler.set_stance("fail_on_recompile"):
         decode(compiled, max_new_tokens=80)
 

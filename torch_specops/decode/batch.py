@@ -199,6 +199,9 @@ class Batch:
         """Compile and capture the step if it is not ready. False = its time was measured, and the schedule may have
         another plan."""
         runner, count = self._runner, begun.num_draft_tokens
+        if begun.planned.is_fixed and runner.asks_again:
+            # What is verified may be fewer drafts than were looked up.
+            self.stats.compile_seconds += runner.prepare(min(runner.schedule.buckets), masked)
         preparing = runner.prepare(count, masked)
         self.stats.compile_seconds += preparing
         seconds = runner.captured_seconds(count, masked) if preparing > 0 else None
