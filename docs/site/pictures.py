@@ -28,7 +28,7 @@ from benchmarks.markdown_table import table
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
-DATE = "2026-11-25"
+DATE = "2026-11-26"
 SMOLLM2, BYTES = "SmolLM2-135M, prompt lookup", "byte-level models, K = 4"
 # (target and draft, B, result file); all of a line was measured in turns, and nothing of it was compiled.
 SETTINGS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,11 +113,10 @@ def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
         assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
     assert compiled._runner.schedule.buckets == (0, 6)
     assert compiled.stats.mean_acceptance_length > 2
-    # Steps are made ready again once a hook was there, that without drafts too.
-    model: Any = compiled.target
-    model.model.register_forward_hook(lambda *_: None).remove()
-    assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
-    assert {count for count, _ in compiled._runner._ready} == {0, 6}
+    # What is verified may be fewer drafts than were looked up, so both are made ready before they are.
+    with mock.patch.object(compiled._runner, "prepare", wraps=compiled._runner.prepare) as prepare:
+        decode(compiled, max_new_tokens=80)
+    assert [call.args[0] for call in prepare.call_args_list[:2]] == [0, 6]
     with torch.compiler.set_stance("fail_on_recompile"):
         decode(compiled, max_new_tokens=80)
 
