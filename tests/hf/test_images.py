@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from chains import chi_square, expect_caught, expect_laws
+from report import Report
 from tiny_eagle3 import new_head
 from tiny_grammars import Allowing
 from tiny_images import (
@@ -27,7 +29,7 @@ from tiny_images import (
 )
 from tiny_loops import GREEDY, new_tokens
 from tiny_models import perturbed, sharp_model, tiny
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import torch_specops
@@ -167,6 +169,42 @@ def test_several_sequences_of_a_prompt(family: str) -> None:
         seed=seeds,
     )
     assert tokens[:, greedy["input_ids"].shape[1] :].tolist() == found
+
+
+def test_sampled_text_has_the_law_behind_its_images(report: Report) -> None:
+    """The law of two tokens; that behind other images, or shifted by another delta, is rejected."""
+    family, sampling = "qwen2_5_vl", SamplingParams(temperature=3.0, top_k=4)
+    model, row = vision_model(family), prompts("qwen2_5_vl")[0]
+    decoder = loop(family, perturbed(model, 0.05), sampling=sampling, verify="exact", num_draft_tokens=2)
+    given = call(family, [row]) | {"max_new_tokens": 3}
+
+    def counts() -> Tensor:
+        texts = torch.tensor(new_tokens(decoder.generate(**given, num_return_sequences=1500, seed=5)))
+        return torch.bincount(texts[:, 0] * VOCAB + texts[:, 1], minlength=VOCAB**2)
+
+    def next_law(row: Prompt, *text: int) -> Tensor:
+        arguments, more = batch(family, [row]), torch.tensor([text], dtype=torch.int64)
+        ids = torch.cat([arguments["input_ids"], more], 1)
+        types = torch.cat([arguments["mm_token_type_ids"], torch.zeros_like(more)], 1)
+        changed = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+        with torch.no_grad():
+            logits = model(**(arguments | changed)).logits[0, -1].double() / 3.0
+        return torch.where(logits >= logits.topk(4).values[-1], logits, -torch.inf).softmax(0)
+
+    def law(row: Prompt) -> Tensor:
+        """[VOCAB * VOCAB], from forwards over whole texts."""
+        joint, first = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), next_law(row)
+        for token in first.nonzero().flatten().tolist():
+            joint[token] = first[token] * next_law(row, token)
+        return joint.flatten()
+
+    found, right = counts(), law(row)
+    expect_laws(report, "images", {"two tokens": chi_square(found, right)})
+    other = row._replace(images=(3, 4))
+    expect_caught(report, "images, the law of others", {"two tokens": chi_square(found, law(other))})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images_module.ImageTextModel, "_position_ids", lambda self, positions: positions)
+        expect_caught(report, "images, a wrong delta", {"two tokens": chi_square(counts(), right)})
 
 
 def test_prompt_lookup_where_transformers_raises() -> None:
