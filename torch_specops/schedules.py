@@ -328,10 +328,10 @@ class Auto(Schedule):
         read = plain * (1 + step.num_draft_tokens) if planned.is_fixed else plain + sum(step.proposed)
         if step.seconds and plain > 0:
             costs.add(read, step.seconds, read == plain, is_sure=not step.proposed)
-        if not step.proposed:
-            return
         if step.num_draft_tokens > 0:
             costs.drafting.setdefault(step.num_draft_tokens, deque(maxlen=NUM_TIMES)).append(step.draft_seconds)
+        if not step.proposed:
+            return
         if costs.is_known:
             base = costs.of(plain)
             accepted = zip(planned.texts, step.accepted, strict=True)
