@@ -49,6 +49,7 @@ class _Begun:
         active: those that had not ended.
         planned: what the schedule was told last.
         counts: what it chose, for the active rows.
+        masked: a row has a grammar.
         num_draft_tokens: K.
         drafts: [B, K], where the schedule saw them; None = elsewhere.
         seconds, draft_seconds: as in `PastStep`.
@@ -58,6 +59,7 @@ class _Begun:
     active: list[int]
     planned: NextStep
     counts: list[int]
+    masked: bool
     num_draft_tokens: int = 0
     drafts: list[list[int]] | None = None
     seconds: float | None = None
@@ -174,17 +176,18 @@ class Batch:
             rooms = runner.rooms(going)
             planned, is_ready = self._next_step(going, rooms), False
             while not is_ready:
-                self._begun = begun = _Begun(list(self.rows), active, planned, self._plan(planned))
-                wanted, needed = max(begun.counts, default=0), max(rooms, default=0)
-                begun.num_draft_tokens = runner.smallest_sufficient(wanted, needed, masks is not None)
-                is_ready = self._prepare(begun, masks is not None)
+                counts = self._plan(planned)
+                self._begun = begun = _Begun(list(self.rows), active, planned, counts, masks is not None)
+                wanted, needed = max(counts, default=0), max(rooms, default=0)
+                begun.num_draft_tokens = runner.smallest_sufficient(wanted, needed, begun.masked)
+                is_ready = self._prepare(begun)
             num_draft_tokens, reads_prompts = begun.num_draft_tokens, runner.unread_length is not None
             # The time of a step excludes compiling, and what the caller does between two steps.
             before = time.perf_counter()
             self._reader.push(runner.run(num_draft_tokens, self._choose, masks), begun)
             if not reads_prompts:
                 begun.draft_seconds = runner.draft_seconds
-                seconds = runner.captured_seconds(num_draft_tokens, masks is not None)
+                seconds = runner.captured_seconds(num_draft_tokens, begun.masked)
                 begun.seconds = time.perf_counter() - before - begun.draft_seconds if seconds is None else seconds
             results, self._read_early = self._read_early, None
             if results is None:
@@ -195,10 +198,10 @@ class Batch:
                 self.stats.seconds += seconds
                 return Step(*results, seconds)
 
-    def _prepare(self, begun: _Begun, masked: bool) -> bool:
+    def _prepare(self, begun: _Begun) -> bool:
         """Compile and capture the step if it is not ready. False = its time was measured, and the schedule may have
         another plan."""
-        runner, count = self._runner, begun.num_draft_tokens
+        runner, count, masked = self._runner, begun.num_draft_tokens, begun.masked
         if begun.planned.is_fixed and runner.asks_again:
             # What is verified may be fewer drafts than were looked up.
             self.stats.compile_seconds += runner.prepare(min(runner.schedule.buckets), masked)
@@ -255,9 +258,8 @@ class Batch:
             with_grammar = [self.rows[index].grammar is not None for index in begun.active]
             chosen = [all_ if forced else few for all_, few, forced in zip(own, chosen, with_grammar, strict=True)]
         if begun.planned.is_fixed:
-            has_mask = any(self.rows[index].grammar is not None for index in begun.active)
-            most = max(chosen, default=0)
-            begun.num_draft_tokens = self._runner.smallest_sufficient(begun.num_draft_tokens, most, has_mask)
+            planned, most = begun.num_draft_tokens, max(chosen, default=0)
+            begun.num_draft_tokens = self._runner.smallest_sufficient(planned, most, begun.masked)
             return [begun.num_draft_tokens] * len(counts)
         for index, count in zip(begun.active, chosen, strict=True):
             counts[index] = count
