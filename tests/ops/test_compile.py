@@ -56,14 +56,14 @@ def largest_allocation(code: str) -> int:
     return max(math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes)
 
 
-INLINED = ("verify_block", "verify_sigmoid", "sample")
+INLINED = ("verify_block", "verify_sigmoid", "verify_gumbel", "sample")
 
 
 @pytest.mark.parametrize("op", ["verify_exact", *(pytest.param(op, marks=pytest.mark.slow) for op in INLINED)])
 def test_inductor(op: str) -> None:
     """The batches reach many outcomes, nothing accepted and all among them. [B, K, V] and [B, K+1, V] are read and by
     `verify_exact` never written: what is allocated is a small multiple of [B, V]."""
-    batch, num_drafts, vocab_size = 4, 3, 2048
+    batch, num_drafts, vocab_size = 4, 3, 1024 if op == "verify_gumbel" else 2048
     compiled = torch.compile(getattr(torch_specops, op), fullgraph=True, dynamic=False)
     arguments = op_arguments(op, batch, num_drafts, vocab_size, filtered=False)
     _, (code,) = run_and_get_code(compiled, **arguments)
@@ -79,21 +79,25 @@ def test_inductor(op: str) -> None:
     assert_one_graph()
 
 
-@pytest.mark.parametrize("kind", ["long", "short", "filtered", "ahead of time"])
-def test_long_rows_are_left_to_an_eager_call(kind: str) -> None:
+@pytest.mark.parametrize(
+    "op, longest, kind",
+    [("verify_exact", 2**15 - 1, kind) for kind in ("long", "short", "filtered", "ahead of time")]
+    + [("verify_gumbel", 1024, kind) for kind in ("long", "short", "ahead of time")],
+)
+def test_long_rows_are_left_to_an_eager_call(op: str, longest: int, kind: str) -> None:
     """Except with filters, and in programs that run without Python."""
     graphs: list[torch.fx.GraphModule] = []
     compiled = torch.compile(
-        torch_specops.verify_exact,
+        getattr(torch_specops, op),
         fullgraph=True,
         dynamic=False,
         backend=aot_autograd(fw_compiler=lambda graph, inputs: graphs.append(graph) or graph),
     )
-    arguments = op_arguments("verify_exact", 2, 2, 2**15 - (kind == "short"), filtered=kind == "filtered")
+    arguments = op_arguments(op, 2, 2, longest + (kind != "short"), filtered=kind == "filtered")
     with V.set_aot_compilation(kind == "ahead of time"):
-        assert_equal(compiled(**arguments), call("verify_exact", arguments))
+        assert_equal(compiled(**arguments), call(op, arguments))
     called = {node.target for node in graphs[0].graph.nodes}
-    assert (torch.ops.specops.verify_exact.default in called) == (kind == "long")
+    assert (getattr(torch.ops.specops, op).default in called) == (kind == "long")
 
 
 def test_nothing_in_an_op_is_compiled() -> None:

@@ -118,7 +118,9 @@ class StepRunner:
     @property
     def asks_again(self) -> bool:
         """The host sees drafts that cost no forward before the target reads them."""
-        return self.looks_up and self.target.device.type == "cpu" and not (self.is_fixed and self._one_graph)
+        # Compiled steps with one K leave nothing to choose.
+        has_no_choice = self.is_fixed and (self._one_graph or len(self.schedule.buckets) == 1)
+        return self.looks_up and self.state.tokens.device.type == "cpu" and not has_no_choice
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.

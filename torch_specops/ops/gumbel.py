@@ -119,8 +119,13 @@ def verify_gumbel(
     return result
 
 
-# Compiled code on a CPU calls these ops. They read few rows, and of long ones they compute few scores.
-@register_op(sample_gumbel, is_opaque=lambda **_: True)
+def _is_long(logits: Tensor) -> bool:
+    """Compiled code on a CPU then calls the op: of long rows the eager form computes few scores, and none of those
+    behind a mismatch. With short rows the call takes longer than they do."""
+    return bool(logits.shape[-1] > 1024)
+
+
+@register_op(sample_gumbel, is_opaque=lambda logits, **_: _is_long(logits))
 def _sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, *args: Any) -> Tensor:
     filters = Filters(*args)
     arguments.check_sample_gumbel(logits, seeds, positions, filters)
@@ -129,7 +134,7 @@ def _sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, *args: Any)
     return tokens.squeeze(1)
 
 
-@register_op(verify_gumbel, is_opaque=lambda **_: True)
+@register_op(verify_gumbel, is_opaque=lambda target_logits, **_: _is_long(target_logits))
 def _verify_gumbel(*args: Any) -> tuple[Tensor, Tensor]:
     given = GumbelArguments(*args)
     arguments.check_verify_gumbel(given)
