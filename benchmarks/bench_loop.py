@@ -41,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.compilation import compile_piece
+from torch_specops.decode.step import StepPlan
 from torch_specops.drafts import ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
@@ -130,9 +131,10 @@ def measure(models: list[LlamaForCausalLM], batch: int, options: argparse.Namesp
     peak = torch.cuda.max_memory_allocated(device)
 
     decoder.stream(prompts, **settings)
+    state, plan = decoder._newest.state, StepPlan(num_drafts, is_fixed=True)
 
     def step() -> Tensor:
-        return decoder._runner.run(num_drafts)
+        return decoder._compiled_steps.run(state, plan)[0]
 
     waited = host_synchronisation(step)
     queued = []

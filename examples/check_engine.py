@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.laws import check_engine
+from torch_specops.testing import check_engine
 
 VOCAB_SIZE = 6
 NUM_TOKENS = 3

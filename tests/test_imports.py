@@ -33,7 +33,7 @@ ALLOWED = {
     "ops/cuda": {"ops/arguments", "ops/private"},
     "analysis": {"checks"},
     "schedules": {"checks"},
-    "laws": {"reference", "sampling"},
+    "testing": {"reference", "sampling"},
     "checks": set(),
     "reference": set(),
 }

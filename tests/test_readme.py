@@ -146,7 +146,7 @@ def test_every_public_name_has_a_place_in_the_api_pages() -> None:
     pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     shown = re.findall(r"^::: (\S+)\.(\w+)$", pages, re.MULTILINE)
     objects = {id(getattr(importlib.import_module(module), name)) for module, name in shown}
-    modules = ["beam", "decode", "drafts", "grammars", "hf", "inductor", "laws", "schedules", "vocab_parallel"]
+    modules = ["beam", "decode", "drafts", "grammars", "hf", "inductor", "schedules", "testing", "vocab_parallel"]
     for module in (torch_specops, *(importlib.import_module(f"torch_specops.{name}") for name in modules)):
         public = {name: getattr(module, name) for name in module.__all__}
         missing = [name for name, value in public.items() if id(value) not in objects and not inspect.ismodule(value)]

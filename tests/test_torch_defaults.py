@@ -16,7 +16,7 @@ from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.drafts import SuffixLookup
 from torch_specops.hf import custom_generate
-from torch_specops.laws import markov_pair
+from torch_specops.testing import markov_pair
 
 EVERYTHING = SamplingParams(
     temperature=torch.tensor([0.8, 0.0, 1.2]),

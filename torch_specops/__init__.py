@@ -2,7 +2,8 @@
 
 Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `verify_gumbel`,
 `sample`, `sample_gumbel` and `filter_logits`, and imports nothing but torch and numpy. `torch_specops.hf`, which
-imports transformers, `analysis`, `beam`, `inductor`, `laws`, `reference` and `vocab_parallel` are loaded on first use.
+imports transformers, `analysis`, `beam`, `inductor`, `reference`, `testing` and `vocab_parallel` are loaded when they
+are used first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from . import decode, drafts, grammars, ops
-from .decode import Completion, GenerationOutput, Request, Session, SpeculativeDecoder, generate
+from .decode import Completion, GenerationOutput, Handle, Request, Session, SpeculativeDecoder, Verifier, generate
 from .grammars import Grammar
 from .ops import filter_logits, sample, sample_gumbel, verify_block, verify_exact, verify_gumbel, verify_sigmoid
 from .ops.uniforms import uniforms
@@ -24,10 +25,12 @@ __all__ = [
     "Completion",
     "GenerationOutput",
     "Grammar",
+    "Handle",
     "Request",
     "SamplingParams",
     "Session",
     "SpeculativeDecoder",
+    "Verifier",
     "drafts",
     "filter_logits",
     "generate",
@@ -52,7 +55,7 @@ drafts.base.language_model = _of_hf(".hf", "language_model")
 drafts.mtp.read_head = _of_hf(".hf.mtp", "read_mtp_head")
 decode.inputs.stop_string_rule = _of_hf(".hf", "stop_string_rule")
 
-_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "laws", "reference", "vocab_parallel")
+_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "reference", "testing", "vocab_parallel")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_specops
+from torch_specops import Verifier
 from torch_specops.decode.state import DecodeState
-from torch_specops.decode.step import Verifier, speculative_step
+from torch_specops.decode.step import speculative_step
 from torch_specops.drafts import ModelDraft
 from torch_specops.hf import language_model
 from torch_specops.sampling import SamplingTensors

@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from torch_specops import SamplingParams
-from torch_specops.laws import EngineReport, check_engine
+from torch_specops.testing import EngineReport, check_engine
 
 V = 8
 TRIALS = 5_000

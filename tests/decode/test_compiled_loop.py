@@ -14,8 +14,9 @@ from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from torch_specops import SamplingParams, SpeculativeDecoder, compilation
+from torch_specops import SamplingParams, SpeculativeDecoder, Verifier, compilation
 from torch_specops.compilation import compile_errors_named
+from torch_specops.decode.batch import Batch
 from torch_specops.drafts import PromptLookup
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -42,7 +43,7 @@ def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor 
 
 def parts_of(decoder: SpeculativeDecoder) -> list[weakref.ref[Any]]:
     target: Any = decoder.target
-    parts = (decoder, target, target.model, target.prepared, target.key_values[0].keys, decoder._runner.state.tokens)
+    parts = (decoder, target, target.model, target.prepared, target.key_values[0].keys, decoder._newest.state.tokens)
     return [weakref.ref(part) for part in (*parts, target.model.lm_head.weight)]
 
 
@@ -111,12 +112,12 @@ def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
     eager, compiled = decoders("prompt lookup", 6, schedule=None, sampling=sampling)
     for _ in range(2):
         assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
-    assert compiled._runner.schedule.buckets == (0, 6)
+    assert compiled._schedule.buckets == (0, 6)
     assert compiled.stats.mean_acceptance_length > 2
     # What is verified may be fewer drafts than were looked up, so both are made ready before they are.
-    with mock.patch.object(compiled._runner, "prepare", wraps=compiled._runner.prepare) as prepare:
+    with mock.patch.object(Batch, "_prepare", autospec=True, side_effect=Batch._prepare) as prepare:
         decode(compiled, max_new_tokens=80)
-    assert [call.args[0] for call in prepare.call_args_list[:2]] == [0, 6]
+    assert [call.args[1] for call in prepare.call_args_list[:2]] == [0, 6]
     with torch.compiler.set_stance("fail_on_recompile"):
         decode(compiled, max_new_tokens=80)
 
@@ -137,7 +138,7 @@ IN_SHORT = ("llama", "gemma3", "t5")
         ("llama", "over a model", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
         ("llama", "n-gram with counts", {"verify": "sigmoid"}),
-        ("llama", "n-gram with counts", {"lenience": 0.5, "argmax_lenience": 0.3}),
+        ("llama", "n-gram with counts", {"verify": Verifier("exact", 0.5, 0.3)}),
     ],
 )
 @pytest.mark.usefixtures("without_inductor")

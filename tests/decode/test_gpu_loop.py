@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tiny_dflash import trained_drafter
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
-from tiny_loops import limited, new_tokens
+from tiny_loops import limited, new_tokens, streamed
 from tiny_models import VOCAB, perturbed, tiny
 from tiny_mtp import tiny_mtp
 from tiny_requests import many
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
+from torch_specops.decode.step import StepPlan
 from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
@@ -105,7 +107,7 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: Sampling
     # The second batch replays what the first one captured.
     for captured in (run(loop), run(loop)):
         assert new_tokens(captured) == expected
-    assert loop._runner._graphs
+    assert loop._compiled_steps._graphs
     assert captured.stats.compile_seconds == 0
 
 
@@ -113,8 +115,8 @@ def test_the_default_schedule_times_both_graphs_of_a_lookup() -> None:
     loop = decoder("cuda", "lookup", schedule=None)
     for captured in (run(loop), run(loop)):
         assert new_tokens(captured) == of_the_cpu("lookup")
-    assert {count for count, _ in loop._runner._graphs} == {0, NUM_DRAFTS}
-    assert all(seconds > 0 for seconds in loop._runner._ready.values())
+    assert {count for count, _ in loop._compiled_steps._graphs} == {0, NUM_DRAFTS}
+    assert all(seconds > 0 for seconds in loop._compiled_steps.ready.values())
 
 
 @pytest.mark.parametrize("kind", ["none", "lookup", "model"])
@@ -133,7 +135,7 @@ def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
     for _ in range(2):
         assert masked(loop) == expected
         assert new_tokens(run(loop)) == without
-    assert {is_masked for _, is_masked in loop._runner._graphs} == {False, True}
+    assert {is_masked for _, is_masked in loop._compiled_steps._graphs} == {False, True}
 
 
 @pytest.mark.smoke
@@ -157,7 +159,19 @@ def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
     requests = [Request([7, 5, 7], 2 + 2 * row, sampling, seed=row) for row, sampling in enumerate(settings)]
     loop = decoder("cuda", kind)
     assert many(loop, requests, 2) == many(decoder("cpu", kind, compile=False), requests, 2)
-    assert loop._runner._graphs
+    assert loop._compiled_steps._graphs
+
+
+@pytest.mark.parametrize("kind", ["lookup", "head"])
+def test_streams_take_turns_with_captured_steps(kind: str) -> None:
+    """Both have the tensors that the graphs read and write, which keep what one has when the other takes them."""
+    loop = decoder("cuda", kind)
+    calls = [{"attention_mask": MASK.cuda(), "max_new_tokens": max(LIMITS), "seed": seed} for seed in (3, 4)]
+    expected = [new_tokens(loop.generate(PROMPTS.cuda(), **call)) for call in calls]
+    streams = [loop.stream(PROMPTS.cuda(), **call) for call in calls]
+    turns = zip(*zip_longest(*streams), strict=True)
+    found = [streamed([step for step in steps if step is not None], len(PROMPTS)) for steps in turns]
+    assert found == expected and loop._compiled_steps._graphs
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
@@ -165,15 +179,16 @@ def test_a_step_waits_for_nothing(kind: str) -> None:
     loop = decoder("cuda", kind)
     run(loop)
     loop.stream(PROMPTS.cuda(), attention_mask=MASK.cuda(), max_new_tokens=max(LIMITS), seed=3)
+    plan = StepPlan(NUM_DRAFTS, is_fixed=True)
     with no_synchronisation():
         for _ in range(size("replays")):
-            loop._runner.run(NUM_DRAFTS)
+            loop._compiled_steps.run(loop._newest.state, plan)
 
 
 def test_every_bucket_of_a_schedule_is_a_graph_of_its_own() -> None:
     loop = decoder("cuda", "model", schedule="heuristic", sampling=GREEDY)
     output = run(loop)
-    assert len(loop._runner._graphs) >= 2
+    assert len(loop._compiled_steps._graphs) >= 2
     assert new_tokens(output) == of_the_cpu("none", sampling=GREEDY)
 
 
@@ -206,7 +221,7 @@ def test_an_encoder_reads_inputs_of_other_lengths() -> None:
         call = {"max_new_tokens": LIMITS[0], "eos_token_id": ()}
         given = [{"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids, device=device)} for ids in inputs]
         found = [new_tokens(loop.generate(start.to(device), inputs=own, **call)) for own in given]
-        assert bool(loop._runner._graphs) == (device == "cuda")
+        assert bool(loop._compiled_steps._graphs) == (device == "cuda")
         return found
 
     expected = all_texts("cpu", False)
@@ -276,5 +291,5 @@ def test_a_loop_runs_where_its_models_are() -> None:
     loop = decoder("cuda:1", "model")
     for _ in range(2):
         assert new_tokens(run(loop)) == of_the_cpu()
-    assert loop._runner._graphs
+    assert loop._compiled_steps._graphs
     assert torch.cuda.current_device() == 0

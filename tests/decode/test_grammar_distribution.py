@@ -23,7 +23,7 @@ from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import batch, step
 from torch_specops.drafts import DraftSource, ModelDraft
 from torch_specops.grammars import allowed_logits
-from torch_specops.laws import EngineReport, check_engine
+from torch_specops.testing import EngineReport, check_engine
 
 TRIALS = 2_000
 # [place, token before, token]; before the first token stands 0.

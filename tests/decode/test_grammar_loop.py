@@ -301,7 +301,10 @@ def test_a_grammar_without_a_token_is_new() -> None:
     decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), sampling=GREEDY)
     with pytest.raises(TypeError, match="seed:"):
         decoder.generate(prompt, grammar=grammar, seed="x", **call)
-    with mock.patch.object(decoder._runner, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(decoder._compiled_steps, "run", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         decoder.generate(prompt, grammar=grammar, **call)
     with decoder.session(1, max_length=30) as session:
         assert session.submit(Request([5, 6], 50, grammar=grammar)).index == 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import GREEDY, expected_rows, limited, new_tokens, streamed
-from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny, tiny
+from tiny_loops import GREEDY, expected_rows, limited, new_tokens
+from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, tiny
 from torch import Tensor
 
 import torch_specops
@@ -20,7 +20,6 @@ from torch_specops import SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.decode import guard
 from torch_specops.drafts import PromptLookup
-from torch_specops.drafts.hierarchical import HierarchicalDraft
 
 IDS, MASK = padded(PROMPTS, "left")
 CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8}
@@ -152,39 +151,3 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
             sys.settrace(before)
         assert in_a_thread(work) is None, f"after {moments} bytecodes"
     assert moments > 200
-
-
-@pytest.mark.parametrize("shared", ["decoder", "target", "draft", "draft of a draft"])
-def test_a_stream_ends_where_the_next_one_begins(shared: str) -> None:
-    """A model has one state: an earlier stream may not continue with the tokens of a later one."""
-    target, small = (PairModel(random_table(8, seed)) for seed in (5, 6))
-    draft = {"draft": small, "draft of a draft": HierarchicalDraft(PairModel(random_table(8, seed=7)), small)}.get(
-        shared
-    )
-    first = SpeculativeDecoder(target, draft, sampling=GREEDY)
-    other_target = target if shared == "target" else PairModel(target.table)
-    second = first if shared == "decoder" else SpeculativeDecoder(other_target, draft and small, sampling=GREEDY)
-    expected = first.generate(SHORT, max_new_tokens=6)
-    begun = first.stream(SHORT + 1, max_new_tokens=6)
-    next(begun)
-    never_begun = first.stream(SHORT + 1, max_new_tokens=6)
-    last = second.stream(SHORT, max_new_tokens=6)
-    for old in (begun, never_begun):
-        with pytest.raises(RuntimeError, match="stream: another one has begun"):
-            next(old)
-    assert streamed(list(last), 2) == new_tokens(expected)
-
-
-def test_a_call_inside_a_call_is_an_error() -> None:
-    """Also if it comes after the last step, when nothing is left to go wrong but the result."""
-    decoder = SpeculativeDecoder(shared_tiny("llama"), sampling=GREEDY)
-    for when in (3, 8):
-        steps: list[object] = []
-
-        def nested(step: object, steps: list[object] = steps, when: int = when) -> None:
-            steps.append(step)
-            if len(steps) == when:
-                decoder.generate(IDS[:, :5], max_new_tokens=2)
-
-        with pytest.raises(RuntimeError, match="another one has begun with this decoder"):
-            decoder.generate(IDS, streamer=nested, **CALL)

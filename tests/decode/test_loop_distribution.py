@@ -35,7 +35,7 @@ from tiny_models import PairModel, perturbed
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.decode.batch import Batch
+from torch_specops.decode.planning import PlannedStep, Planner
 from torch_specops.drafts import Draft, DraftSource, ModelDraft, PromptLookup
 from torch_specops.hf import TransformersModel
 from torch_specops.sampling import SamplingTensors
@@ -145,12 +145,12 @@ def test_a_schedule_that_goes_by_the_past_keeps_the_law(verify: str, report: Rep
 def test_a_schedule_that_leaves_out_unlikely_drafts_is_caught(
     verify: str, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(self: Batch, proposal: Draft, num_proposed: Tensor) -> list[int]:
+    def choose(self: Planner, step: PlannedStep, ready: object, proposal: Draft, num_proposed: Tensor) -> list[int]:
         assert proposal.logits is not None
         q = torch.softmax(proposal.logits, -1).gather(2, proposal.tokens.clamp(min=0).unsqueeze(2)).squeeze(2)
         return torch.minimum((q > 0.3).cumprod(1).sum(1), num_proposed).tolist()
 
-    monkeypatch.setattr(Batch, "_choose", choose)
+    monkeypatch.setattr(Planner, "choose", choose)
     tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, trials=FEWER_TRIALS, verify=verify)
     expect_caught(report, f"loop, unlikely drafts left out, {verify}", p_values(tokens, pair_laws(TARGET)))
 

@@ -83,7 +83,7 @@ def test_a_captured_graph_gives_the_same_tokens(kind: str) -> None:
     loop = decoder(kind, "cuda")
     for chosen in size("requests in turn"):
         assert texts(loop, chosen) == [alone[index] for index in chosen]
-    assert loop._runner._graphs
+    assert loop._compiled_steps._graphs
 
 
 def numbers_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, str, int]]:

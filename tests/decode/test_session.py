@@ -174,20 +174,6 @@ def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(err
     assert many(decoder, requests(1.0), 2) == expected
 
 
-def test_another_call_ends_a_session(greedy: SpeculativeDecoder) -> None:
-    session = greedy.session(2, max_length=60, logprobs="raw")
-    handle = session.submit(Request([5, 6], 50))
-    session.step()
-    other = requests(0.0)[1]
-    # Its log-probabilities are not those of the session's request, whose prompt is longer.
-    expected = alone(greedy, other, logprobs="raw")
-    with pytest.raises(RuntimeError, match="another one has begun"):
-        session.step()
-    assert "another one has begun" in str(handle.result(0).error)
-    assert handle.result().logprobs is not None and bool(handle.result().logprobs.isnan().all())
-    assert texts_alone(greedy, [other]) == new_tokens(expected)
-
-
 def test_an_idle_session_uses_no_processor_time(greedy: SpeculativeDecoder) -> None:
     with running(greedy.session(2, max_length=40)) as session:
         session.submit(Request([5, 6], 3)).result(WAIT)

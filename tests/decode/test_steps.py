@@ -22,16 +22,17 @@ from tiny_loops import (
     steps_of,
     streamed,
 )
-from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, shared_tiny
+from tiny_models import PROMPTS, PairModel, padded, perturbed, shared_tiny
 from torch import Tensor
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 import torch_specops
 from torch_specops import SpeculativeDecoder
 from torch_specops.decode import GenerationStats, Step
+from torch_specops.decode.planning import Planner
 from torch_specops.drafts import Draft, DraftSource
 from torch_specops.hf import language_model
-from torch_specops.schedules import NextStep
+from torch_specops.schedules import Heuristic, NextStep
 
 
 def test_a_custom_schedule_is_followed_and_told() -> None:
@@ -125,15 +126,13 @@ def test_no_more_drafts_than_some_row_has_room_for() -> None:
 def test_compiled_steps_have_few_numbers_of_drafts() -> None:
     """Those that are ready, where they suffice, and else the schedule's buckets. Eager steps have any number."""
     asked = [(5, 0), (5, 2), (5, 3), (7, 20), (11, 6), (19, 20), (1, 0)]
-    for compiled, expected in ((True, [2, 2, 5, 5, 8, 12, 1]), (False, [0, 2, 3, 7, 6, 19, 0])):
-        runner = SpeculativeDecoder(
-            PairModel(random_table(8, 0)), PairModel(random_table(8, 1)), schedule="heuristic"
-        )._runner
-        runner.compiled, runner._ready = compiled, dict.fromkeys([(2, False), (5, False), (3, True)])
-        assert [runner.smallest_sufficient(*numbers) for numbers in asked] == expected
+    ready = [(2, False), (5, False), (3, True)]
+    for is_fixed, expected in ((True, [2, 2, 5, 5, 8, 12, 1]), (False, [0, 2, 3, 7, 6, 19, 0])):
+        options = {"is_fixed": is_fixed, "is_masked": False}
+        planner = Planner(Heuristic(), None)
+        assert [planner._smallest_sufficient(*numbers, ready, **options) for numbers in asked] == expected
         # A value below all buckets.
-        runner.schedule, runner._ready = Given([4, 8]), {}
-        assert runner.smallest_sufficient(3, 9) == (4 if compiled else 3)
+        assert Planner(Given([4, 8]), None)._smallest_sufficient(3, 9, [], **options) == (4 if is_fixed else 3)
 
 
 def test_drafts_that_a_schedule_leaves_out_were_not_proposed() -> None:

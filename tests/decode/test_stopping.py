@@ -273,7 +273,7 @@ def test_a_stop_keeps_the_text_up_to_it(
     output = sampler.generate(**call, stop_strings=["e"], tokenizer=tokenizer, streamer=steps.append)
     assert streamed(steps) == new_tokens(output) == kept and output.stats.num_tokens == sum(lengths)
     assert output.finish_reasons == ["stop", "stop", "length"]
-    assert output.lengths.tolist() == sampler._runner.state.lengths.tolist()
+    assert output.lengths.tolist() == sampler._newest.state.lengths.tolist()
     assert sorted(ended) == sorted(output.lengths.tolist())
     assert any(0 < len(own) <= step.num_accepted[row] for step in steps for row, own in enumerate(step.tokens[:2]))
     # An end is an end, and a step that a row took part in after it does not count.

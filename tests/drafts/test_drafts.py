@@ -135,7 +135,7 @@ def test_suffix_lookup_is_the_plain_loop(
     lengths = torch.tensor([len(text) for text in texts])
     draft = SuffixLookup(max_ngram, 1, least, memory=40)
     for text in remembered:
-        draft.end(torch.tensor([[*text, 0]]), torch.tensor([len(text)]))
+        draft.on_finished(torch.tensor([[*text, 0]]), torch.tensor([len(text)]))
     found = draft.propose(tokens, lengths, num_draft_tokens).tokens
     expected = [suffix_lookup_by_loops([*remembered, text], num_draft_tokens, max_ngram, least) for text in texts]
     assert found.tolist() == expected
@@ -146,13 +146,13 @@ def test_suffix_lookup_remembers_the_newest() -> None:
     draft = SuffixLookup(memory=6)
     prompt, lengths = torch.tensor([[1, 2]]), torch.tensor([2])
     for text in ([1, 2, 3, 4], [1, 2, 5, 6]):
-        draft.end(torch.tensor([text]), torch.tensor([4]))
+        draft.on_finished(torch.tensor([text]), torch.tensor([4]))
     assert draft.propose(prompt, lengths, 3).tokens.tolist() == [[5, 6, -1]]
-    draft.end(torch.tensor([[0, 0, 0, 0, 0, 1, 2, 7]]), torch.tensor([8]))
+    draft.on_finished(torch.tensor([[0, 0, 0, 0, 0, 1, 2, 7]]), torch.tensor([8]))
     assert draft.propose(prompt, lengths, 3).tokens.tolist() == [[7, -1, -1]]
     draft.forget()
     assert draft.propose(prompt, lengths, 3).tokens.tolist() == [[-1, -1, -1]]
-    SuffixLookup(memory=0).end(torch.tensor([[1, 2, 3]]), torch.tensor([3]))
+    SuffixLookup(memory=0).on_finished(torch.tensor([[1, 2, 3]]), torch.tensor([3]))
 
 
 def test_suffix_lookup_in_the_loop() -> None:

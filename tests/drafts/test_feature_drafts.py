@@ -63,14 +63,3 @@ def test_the_number_of_drafts_may_be_that_of_the_draft() -> None:
         ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens: expected a number >= 1, got 0"),
     ]
     assert raised(lambda fields: SpeculativeDecoder(model, OfThree(), **fields), cases) == []
-
-
-def test_a_stream_ends_where_another_target_gets_its_draft() -> None:
-    """A draft that reads features has caches, as a model has."""
-    draft, ids = Reads(), torch.tensor([[5, 6, 7]])
-    first, second = (SpeculativeDecoder(shared_tiny(family), draft) for family in ("llama", "gpt2"))
-    begun = first.stream(ids, max_new_tokens=6)
-    next(begun)
-    next(second.stream(ids.repeat(2, 1), max_new_tokens=6))
-    with pytest.raises(RuntimeError, match="stream: another one has begun"):
-        list(begun)

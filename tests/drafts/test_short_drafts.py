@@ -101,7 +101,7 @@ def test_drafting_ends_where_the_draft_can_read_no_more(kind: str, how: str, mon
     if how in ("eager", "compiled"):
         assert first == [3, 0, 1]
     if how == "compiled":
-        assert (0, False) in decoder._runner._ready, "steps without drafts have no forward of the draft"
+        assert (0, False) in decoder._compiled_steps.ready, "steps without drafts have no forward of the draft"
 
 
 @pytest.mark.parametrize("kind", DRAFTS)

@@ -137,8 +137,8 @@ def test_quantised_draft(run: Run) -> None:
     assert "int4 copy: " in run("quantised_draft.py", "--weights", "int4", "--max-new-tokens", "4")
 
 
-def test_check_law(run: Run) -> None:
-    wrong, right = run("check_law.py", "--trials", "5000").split("q after top-k:")
+def test_check_lossless(run: Run) -> None:
+    wrong, right = run("check_lossless.py", "--trials", "5000").split("q after top-k:")
     assert "The loop does not have the target's law, first at position 0: total variation 0." in wrong
     assert "No bias seen in 5,000 trials." in right
     assert len(re.findall("breaks$", wrong, re.MULTILINE)) >= 2 and "breaks" not in right

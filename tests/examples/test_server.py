@@ -21,6 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -216,10 +217,10 @@ def test_every_client_gets_its_own_text(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_errors_of_the_server(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) -> None:
     with serving(example, decoder, tokenizer) as (server, _):
-        # Another call with the decoder ends the session.
-        alone(decoder, tokenizer, REQUESTS[0])
-        for stream, message in ((False, "another one has begun"), (True, "the session is closed")):
-            with posted(server.server_address, REQUESTS[0] | {"stream": stream}) as response:
+        # An error of the model ends the session.
+        for stream, message in ((False, "out of order"), (True, "the session is closed")):
+            broken = mock.patch.object(decoder.target, "forward", side_effect=RuntimeError("out of order"))
+            with broken, posted(server.server_address, REQUESTS[0] | {"stream": stream}) as response:
                 assert response.status == 500 and message in json.loads(response.read())["error"]["message"]
 
 

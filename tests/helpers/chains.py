@@ -21,8 +21,8 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
-from torch_specops.laws import chi_square
 from torch_specops.ops.cpu import softmax
+from torch_specops.testing import chi_square
 
 V = 16
 TRIALS = 120_000

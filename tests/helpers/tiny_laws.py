@@ -20,8 +20,8 @@ from torch_specops import Grammar, SamplingParams, SpeculativeDecoder
 from torch_specops.drafts import Draft, DraftSource, LanguageModel, ModelDraft, NGram, PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
-from torch_specops.laws import chi_square
 from torch_specops.schedules import Schedule
+from torch_specops.testing import chi_square
 
 V = 6
 TRIALS = 24_000

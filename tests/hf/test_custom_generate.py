@@ -27,14 +27,14 @@ from transformers import (
 )
 
 import torch_specops
-from torch_specops import SamplingParams, compilation
+from torch_specops import SamplingParams, Verifier, compilation
 from torch_specops.decode import Step
 from torch_specops.drafts import DFlash, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
 from torch_specops.hf import custom_generate, generate
 from torch_specops.hf.cache import cache_argument
 from torch_specops.hf.generate import _kept
-from torch_specops.laws import chi_square
+from torch_specops.testing import chi_square
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
 ONE_PROMPT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9}
@@ -228,13 +228,14 @@ def test_filters_are_those_of_sampling_params(filters: dict[str, Any], verify: s
     """Without a top_k, transformers' own default of 50 filters."""
     target = shared_tiny("llama")
     # A draft whose tokens are rejected under these bounds, and rarely under the default ones.
-    draft, bounds = perturbed(target, 0.2), {"alpha": -2.0, "beta": 0.5} if verify == "sigmoid" else {}
-    both: dict[str, Any] = {**arguments("llama"), "max_new_tokens": 12, "verify": verify, "seed": 3}
+    draft, verifier = perturbed(target, 0.2), Verifier("sigmoid", alpha=-2.0, beta=0.5)
+    both: dict[str, Any] = {**arguments("llama"), "max_new_tokens": 12, "seed": 3}
+    both |= {"verify": verifier if verify == "sigmoid" else verify}
     own = both | {"draft": draft, "sampling": SamplingParams(temperature=1.5, **({"top_k": 50} | filters))}
-    output = ours(target, **both, **bounds, do_sample=True, temperature=1.5, **filters, draft_model=draft)
-    same = torch_specops.generate(target, **own, **bounds)
-    if bounds:
-        assert torch_specops.generate(target, **own).stats.num_steps < same.stats.num_steps
+    output = ours(target, **both, do_sample=True, temperature=1.5, **filters, draft_model=draft)
+    same = torch_specops.generate(target, **own)
+    if verify == "sigmoid":
+        assert torch_specops.generate(target, **own | {"verify": verify}).stats.num_steps < same.stats.num_steps
     for row in range(len(output)):
         text = same.new_tokens(row)
         assert output[row, both["input_ids"].shape[1] :][: len(text)].tolist() == text

@@ -29,8 +29,8 @@ from transformers import (
 
 from torch_specops.drafts import Draft, DraftSource, EarlyExit, HierarchicalDraft, PromptLookup
 from torch_specops.hf.processors import _Called
-from torch_specops.laws import chi_square
 from torch_specops.sampling import SamplingTensors
+from torch_specops.testing import chi_square
 
 NEW = 14
 TARGET = shared_tiny("llama")

@@ -13,7 +13,7 @@ from report import Report
 from torch import Tensor
 
 import torch_specops
-from torch_specops.laws import chi_square
+from torch_specops.testing import chi_square
 
 pytestmark = pytest.mark.usefixtures("short_tiles")
 

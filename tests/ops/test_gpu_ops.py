@@ -16,8 +16,8 @@ from report import Report
 from torch import Tensor
 
 import torch_specops
-from torch_specops.laws import chi_square
 from torch_specops.ops.attention import attend
+from torch_specops.testing import chi_square
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ from report import Report
 from torch import Tensor
 
 from torch_specops import sample, sample_gumbel, uniforms, verify_gumbel
-from torch_specops.laws import chi_square
 from torch_specops.ops.cpu import gumbel
 from torch_specops.ops.uniforms import noise_key_bytes
+from torch_specops.testing import chi_square
 
 N = 20_000
 SEEDS = torch.arange(N)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import feature_model, replace_inputs
+from ..drafts.base import feature_model, readable_lengths, replace_inputs
 from ..drafts.images import reads_images
-from ..drafts.ragged import begin_texts, keeps_states, read_beginnings, read_texts
+from ..drafts.ragged import begin_texts, expect_tokens, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
-from ..schedules import NextStep, PastStep
+from ..schedules import Schedule
+from .compiled import CompiledSteps
 from .grammar import accept_tokens, masks_of
 from .inputs import Prompts
 from .models import models_of
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
-from .rows import BatchRules, Row, ask_row_rules
-from .runner import StepRunner
-from .step import unpack_record
+from .planning import PlannedStep, Planner
+from .rows import BatchRules, ask_row_rules
+from .state import Texts, moved, shapes_of
+from .step import StepPlan, unpack_record
 
 __all__ = ["Batch", "KeptLogits"]
 
@@ -40,38 +43,13 @@ class KeptLogits(Protocol):
     def keep(self, num_tokens: list[int]) -> None: ...
 
 
-@dataclass
-class _Begun:
-    """A step whose record was not read yet.
-
-    Args:
-        rows: of the batch when it began.
-        active: those that had not ended.
-        planned: what the schedule was told last.
-        counts: what it chose, for the active rows.
-        masked: a row has a grammar.
-        num_draft_tokens: K.
-        drafts: [B, K], where the schedule saw them; None = elsewhere.
-        seconds, draft_seconds: as in `PastStep`.
-    """
-
-    rows: list[Row]
-    active: list[int]
-    planned: NextStep
-    counts: list[int]
-    masked: bool
-    num_draft_tokens: int = 0
-    drafts: list[list[int]] | None = None
-    seconds: float | None = None
-    draft_seconds: float = 0.0
-
-
 class Batch:
-    """A batch of rows, and what the host knows of them from the records read so far. On CUDA the device may be one step
-    ahead.
+    """A batch of rows: their tensors, and what the host knows of them from the records read so far. On CUDA the device
+    may be one step ahead.
 
     Args:
-        runner: runs the steps.
+        steps: runs the steps.
+        schedule: chooses the number of drafts.
         prompts: the first texts. A finished row is free.
         capacity: slots of each row.
         batch_rules: end rows too; None = there are none.
@@ -79,12 +57,14 @@ class Batch:
 
     Attributes:
         rows: the texts.
+        state: their tensors.
         stats: counts and times.
     """
 
     def __init__(
         self,
-        runner: StepRunner,
+        steps: CompiledSteps,
+        schedule: Schedule,
         prompts: Prompts,
         capacity: int,
         batch_rules: BatchRules | None = None,
@@ -93,35 +73,93 @@ class Batch:
         started, inputs = time.perf_counter(), prompts.inputs
         self.rows = [prompts.row(index) for index in range(len(prompts.rules))]
         self.stats = GenerationStats(
-            seeds=prompts.state.seeds.tolist(), compiled=runner.compile_reason, verify=runner.verify.op
+            seeds=prompts.state.seeds.tolist(), compiled=steps.compile_reason, verify=steps.verify.op
         )
-        self._runner = runner
+        self._steps = steps
+        self._target = steps.target
+        self._draft = steps.draft
         self._batch_rules = batch_rules
         self._logits = logits
         self._is_refilled = False
+        self._pad_token_id = prompts.pad_token_id
+        # The texts that were begun in rows one by one.
+        self._texts = Texts()
+        # The length of every row if the next step must read the prompts too; None = the target has read them.
+        self._prefill_length: int | None = None
+        # The number of steps without drafts since the last step with drafts.
+        self._num_undrafted = 0
+        # The next step is compiled. Eager ones run between compiled ones where those have no room for a text.
+        self._is_fixed = steps.compiled
         # A step that was read before its time, because the masks of the next one depend on its tokens.
         self._read_early: RowResults | None = None
-        self._pad_token_id = prompts.pad_token_id
-        has_images = inputs is not None and reads_images(runner.target)
+        self._vocab_size = self._target.vocab_size
+        # Rows of which more was read than their tokens.
+        self._rows_with_inputs = set(range(len(self.rows))) if inputs else set()
         # Steps do not depend on the sizes of images.
-        state = runner.start(prompts.state, capacity, None if has_images else inputs)
-        runner.keep_logits = None if logits is None else logits.push
-        target, lengths = runner.target, [row.length for row in self.rows]
-        reads_first = _keep_features(target, runner.draft) or prompts.num_copies > 1 or all(self.finished)
-        reads_first |= keeps_states(target) or has_images
+        has_images = inputs is not None and reads_images(self._target)
+        self._input_shapes = None if inputs is None or has_images else shapes_of(inputs)
+        sampling = replace(prompts.state.sampling, coupled=steps.verify.op == "gumbel")
+        self.state = moved(replace(prompts.state, sampling=sampling), self._target.device, capacity)
+        self._start_models(inputs, reads_first=prompts.num_copies > 1 or all(self.finished) or has_images)
+        self._planner = Planner(schedule, self._draft)
+        self._reader: RecordReader[PlannedStep] = RecordReader(self.state.tokens.device)
+        steps.synchronize()
+        self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(self._target, self._draft))
+        self.stats.prefill_seconds = time.perf_counter() - started
+
+    def _start_models(self, inputs: Mapping[str, Tensor] | None, *, reads_first: bool) -> None:
+        """Let the models read the texts.
+
+        Args:
+            reads_first: before the first step, not in it.
+        """
+        steps, target, draft = self._steps, self._target, self._draft
+        steps.follow_models()
+        expect_tokens(target, steps.most_drafts + 1)
+        if draft is not None:
+            draft.expect(steps.most_drafts)
+        if self._is_fixed:
+            self.state = steps.place(self, self._input_shapes)
+        state, lengths = self.state, [row.length for row in self.rows]
+        reads_first |= _keep_features(target, draft) or keeps_states(target)
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
-        if runner.compiled or min(lengths) < max(lengths) or reads_first:
+        if self._is_fixed or min(lengths) < max(lengths) or reads_first:
             read_beginnings(target, state.tokens, state.lengths, num_unread=1)
+            self._prefill_length = None
         else:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             begin_texts(target, state.lengths)
-            runner.unread_length = max(lengths)
-        runner.start_draft(inputs)
-        self._reader: RecordReader[_Begun] = RecordReader(state.tokens.device)
-        runner.synchronize()
-        self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(target, runner.draft))
-        self.stats.prefill_seconds = time.perf_counter() - started
+            self._prefill_length = max(lengths)
+        steps.compile_draft(is_fixed=self._is_fixed)
+        if draft is not None:
+            with normal_tensors():
+                draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
+        self._num_undrafted = 0
+        steps.keep_valid_graphs()
+
+    def read_again(self) -> None:
+        """Let the models read the texts so far, where another batch has used them in between.
+
+        Raises:
+            RuntimeError: a row had inputs besides its tokens, which are not kept; or the vocabulary is smaller now.
+        """
+        if any(not self.rows[index].ended for index in self._rows_with_inputs):
+            raise RuntimeError(
+                "inputs: expected to go on before another call uses the target or the draft, because what was read "
+                "besides the tokens is not kept"
+            )
+        if self._target.vocab_size < self._vocab_size:
+            raise RuntimeError(
+                f"target: expected its {self._vocab_size} tokens until the texts end, got {self._target.vocab_size}"
+            )
+        started = time.perf_counter()
+        self._start_models(None, reads_first=True)
+        self.stats.prefill_seconds += time.perf_counter() - started
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.state.tokens.device.type == "cuda"
 
     @property
     def finished(self) -> list[bool]:
@@ -133,164 +171,151 @@ class Batch:
         Args:
             texts: row -> a batch of its new text alone.
         """
-        started, runner = time.perf_counter(), self._runner
+        started, draft = time.perf_counter(), self._draft
         self._is_refilled = True
-        runner.fill({index: prompts.state for index, prompts in texts.items()})
+        self._texts.begin(self.state, {index: prompts.state for index, prompts in texts.items()})
+        self._fit()
         self.rows = [texts[index].row(0) if index in texts else row for index, row in enumerate(self.rows)]
-        state = runner.state
+        state = self.state
         rows = torch.tensor(list(texts), device=state.tokens.device)
-        read_texts(runner.target, state.tokens, state.lengths, rows, num_unread=1)
-        runner.restart_draft(rows)
+        read_texts(self._target, state.tokens, state.lengths, rows, num_unread=1)
+        if draft is not None:
+            with normal_tensors():
+                draft.restart(state.tokens, readable_lengths(draft, state.tokens, state.lengths), rows)
         self.stats.prefill_seconds += time.perf_counter() - started
+
+    def _fit(self) -> None:
+        """Give the state the eos tokens and the sampling of the texts in its rows."""
+        state, fits = self._texts.fitted(self.state, self._steps.compiled)
+        if state is None:
+            return
+        self._is_fixed, self.state = fits, state
+        if fits:
+            self.state = self._steps.place(self, self._input_shapes)
+            self._steps.keep_valid_graphs()
+        self._steps.compile_draft(is_fixed=fits)
 
     def replace_inputs(self, index: int, inputs: Mapping[str, Tensor]) -> None:
         """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
+        (self._rows_with_inputs.add if inputs else self._rows_with_inputs.discard)(index)
         with normal_tensors():
-            replace_inputs(self._runner.target, index, inputs)
-            if self._runner.draft is not None:
-                self._runner.draft.replace_inputs(index, inputs)
-        self._runner.keep_valid_graphs()
+            replace_inputs(self._target, index, inputs)
+            if self._draft is not None:
+                self._draft.replace_inputs(index, inputs)
+        self._steps.keep_valid_graphs()
+
+    def follow_models(self) -> bool:
+        """Called when the models were looked at, while rows go on. Returns whether any has changed."""
+        has_changed = self._steps.follow_models()
+        if has_changed:
+            self._steps.compile_draft(is_fixed=self._is_fixed)
+        return has_changed
 
     def end(self, index: int, reason: str) -> None:
         """End a row where the host has seen it."""
         row = self.rows[index]
-        self._runner.end_row(index, row.length)
+        self._end_row(index, row.length)
         row.ended, row.reason = True, reason
-        self._runner.texts.end([index])
+        self._texts.end([index])
+
+    def _end_row(self, index: int, length: int) -> None:
+        """Cut a row to this length, and end it. The host does not wait: the device does it before the next step."""
+        self.state.lengths[index].fill_(length)
+        self.state.finished[index].fill_(True)
 
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
         """Copy the log-probabilities of a row's new tokens to tensors [n] and [n, N], as far as the batch has them."""
-        state, row = self._runner.state, self.rows[index]
+        state, row = self.state, self.rows[index]
         for copy, kept in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
             if kept is not None:
                 copy.copy_(kept[index, len(row.prompt) : row.length])
 
     def step(self) -> Step:
         """Run a step; returns the oldest one that was not yet returned."""
-        runner = self._runner
-        runner.fit()
-        while True:
-            active = [index for index, row in enumerate(self.rows) if not row.ended]
-            going = [self.rows[index] for index in active]
-            masks = self._masks if any(row.grammar is not None for row in going) else None
-            rooms = runner.rooms(going)
-            planned, is_ready = self._next_step(going, rooms), False
-            while not is_ready:
-                counts = self._plan(planned)
-                self._begun = begun = _Begun(list(self.rows), active, planned, counts, masks is not None)
-                wanted, needed = max(counts, default=0), max(rooms, default=0)
-                begun.num_draft_tokens = runner.smallest_sufficient(wanted, needed, begun.masked)
-                is_ready = self._prepare(begun)
-            num_draft_tokens, reads_prompts = begun.num_draft_tokens, runner.unread_length is not None
+        self._fit()
+        results = None
+        while results is None:
+            planned = self._plan()
             # The time of a step excludes compiling, and what the caller does between two steps.
-            before = time.perf_counter()
-            self._reader.push(runner.run(num_draft_tokens, self._choose, masks), begun)
-            if not reads_prompts:
-                begun.draft_seconds = runner.draft_seconds
-                seconds = runner.captured_seconds(num_draft_tokens, begun.masked)
-                begun.seconds = time.perf_counter() - before - begun.draft_seconds if seconds is None else seconds
-            results, self._read_early = self._read_early, None
-            if results is None:
-                read = self._reader.pop()
-                results = None if read is None else self._read(*read)
-            if results is not None:
-                seconds = time.perf_counter() - before
-                self.stats.seconds += seconds
-                return Step(*results, seconds)
+            started = time.perf_counter()
+            self._launch(planned)
+            results = self._collect()
+        seconds = time.perf_counter() - started
+        self.stats.seconds += seconds
+        return Step(*results, seconds)
 
-    def _prepare(self, begun: _Begun) -> bool:
-        """Compile and capture the step if it is not ready. False = its time was measured, and the schedule may have
-        another plan."""
-        runner, count, masked = self._runner, begun.num_draft_tokens, begun.masked
-        if begun.planned.is_fixed and runner.asks_again:
-            # What is verified may be fewer drafts than were looked up.
-            self.stats.compile_seconds += runner.prepare(min(runner.schedule.buckets), masked)
-        preparing = runner.prepare(count, masked)
-        self.stats.compile_seconds += preparing
-        seconds = runner.captured_seconds(count, masked) if preparing > 0 else None
-        if seconds is None:
-            return True
-        runner.schedule.learn(PastStep(begun.planned, (), (), num_draft_tokens=count, seconds=seconds))
-        return False
+    def _plan(self) -> PlannedStep:
+        """Plan the next step; compile and capture it if it is not ready."""
+        steps, is_fixed = self._steps, self._is_fixed
+        sees_drafts = not self._is_cuda and not (is_fixed and steps.one_graph)
+        options = {"is_fixed": is_fixed, "is_refilled": self._is_refilled, "sees_drafts": sees_drafts}
+        while True:
+            planned = self._planner.plan(self.rows, steps.ready, **options)
+            if not is_fixed:
+                return planned
+            if planned.asked.asks_again:
+                # What is verified may be fewer drafts than were looked up.
+                self._prepare(steps.fewest_drafts, planned.is_masked)
+            if not self._prepare(planned.num_draft_tokens, planned.is_masked):
+                return planned
+            seconds = steps.ready[planned.num_draft_tokens, planned.is_masked]
+            if seconds is None:
+                return planned
+            # Its time was measured, and the schedule may have another plan.
+            self._planner.learn_time(planned, seconds)
 
-    def _next_step(self, going: Sequence[Row], rooms: list[int]) -> NextStep:
-        runner = self._runner
-        if runner.is_fixed:
-            # Which steps have few drafts because there is little room is not for the schedule to decide.
-            rooms = [max(runner.schedule.buckets) if room > 0 else 0 for room in rooms]
-        return NextStep(
-            texts=list(map(id, going)),
-            rooms=rooms,
-            left=[row.limit - row.length for row in going],
-            num_rows=len(self.rows),
-            is_fixed=runner.is_fixed,
-            is_refilled=self._is_refilled,
-            looks_up=runner.looks_up,
-            asks_again=runner.asks_again,
-        )
+    def _prepare(self, num_draft_tokens: int, is_masked: bool) -> bool:
+        """Returns False if the step was ready."""
+        if (num_draft_tokens, is_masked) in self._steps.ready:
+            return False
+        if num_draft_tokens > 0:
+            self._catch_up()
+        self.stats.compile_seconds += self._steps.prepare(self.state, num_draft_tokens, is_masked)
+        return True
 
-    def _plan(self, step: NextStep) -> list[int]:
-        schedule = self._runner.schedule
-        counts = list(schedule.plan(step))
-        limits = step.at_most(max(schedule.buckets))
-        are_numbers = len(counts) == len(limits) and all(isinstance(own, int) for own in counts)
-        if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
-            raise ValueError(
-                f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
-                f"got {counts}"
-            )
-        return counts
+    def _catch_up(self) -> None:
+        """Let the draft read what steps without drafts emitted, before it reads anything behind that."""
+        state, draft = self.state, self._draft
+        if draft is not None and self._num_undrafted > 0:
+            draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
+        self._num_undrafted = 0
 
-    def _choose(self, proposal: Draft, num_proposed: Tensor) -> list[int]:
-        """How many drafts of each row to verify, for `StepRunner.run`."""
-        begun, offered, counts = self._begun, num_proposed.tolist(), [0] * len(num_proposed)
-        if self._runner.draft is None:
-            # A grammar forces these.
-            return offered
-        own = [offered[index] for index in begun.active]
-        if not begun.planned.asks_again:
-            chosen = list(map(min, begun.counts, own))
+    def _launch(self, planned: PlannedStep) -> None:
+        """Begin a step. On CUDA it runs while the host goes on."""
+        started, steps = time.perf_counter(), self._steps
+        is_fixed, num_draft_tokens = planned.asked.is_fixed, planned.num_draft_tokens
+        if num_draft_tokens > 0:
+            self._catch_up()
         else:
-            matches = None if proposal.matches is None else proposal.matches[begun.active].tolist()
-            begun.planned = replace(begun.planned, offered=own, matches=matches)
-            begun.drafts, chosen = proposal.tokens.tolist(), self._plan(begun.planned)
-            # Tokens that a grammar forces are certain.
-            with_grammar = [self.rows[index].grammar is not None for index in begun.active]
-            chosen = [all_ if forced else few for all_, few, forced in zip(own, chosen, with_grammar, strict=True)]
-        if begun.planned.is_fixed:
-            planned, most = begun.num_draft_tokens, max(chosen, default=0)
-            begun.num_draft_tokens = self._runner.smallest_sufficient(planned, most, begun.masked)
-            return [begun.num_draft_tokens] * len(counts)
-        for index, count in zip(begun.active, chosen, strict=True):
-            counts[index] = count
-        return counts
-
-    def _learn(self, begun: _Begun, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]) -> None:
-        """Tell the schedule what became of a step."""
-        known = right = None
-        if begun.drafts is not None and begun.planned.offered is not None:
-            # Those that a grammar has changed say nothing of lookups.
-            new = [tokens[index] if begun.rows[index].grammar is None else [] for index in begun.active]
-            known = list(map(min, begun.planned.offered, map(len, new)))
-            right = [
-                next((place for place in range(count) if drafts[place] != own[place]), count)
-                for count, own, drafts in zip(known, new, (begun.drafts[index] for index in begun.active), strict=True)
-            ]
-        self._runner.schedule.learn(
-            PastStep(
-                begun.planned,
-                proposed=[num_proposed[index] for index in begun.active],
-                accepted=[num_accepted[index] for index in begun.active],
-                num_draft_tokens=begun.num_draft_tokens,
-                known=known,
-                right=right,
-                seconds=begun.seconds,
-                draft_seconds=begun.draft_seconds,
-            )
+            # Rows that are too long for the draft need no catching up.
+            self._num_undrafted += not self._planner.is_outgrown
+        sees_drafts = planned.asked.asks_again if is_fixed else not self._is_cuda
+        plan = StepPlan(
+            num_draft_tokens,
+            is_fixed=is_fixed,
+            masks=partial(self._masks, is_fixed) if planned.is_masked else None,
+            choose=partial(self._planner.choose, planned, steps.ready) if sees_drafts else None,
+            prefill_length=self._prefill_length,
+            on_logits=None if self._logits is None else self._logits.push,
         )
+        record, drafted = steps.run(self.state, plan)
+        self._reader.push(record, planned)
+        if self._prefill_length is None:
+            planned.draft_seconds = 0.0 if drafted is None else drafted - started
+            seconds = steps.ready[num_draft_tokens, planned.is_masked] if is_fixed else None
+            planned.seconds = time.perf_counter() - started - planned.draft_seconds if seconds is None else seconds
+        self._prefill_length = None
 
-    def _masks(self, proposal: Draft, is_fixed: bool) -> tuple[Draft, Tensor]:
-        """The drafts to verify and their bitmask, for `StepRunner.run`."""
+    def _collect(self) -> RowResults | None:
+        """The results of the oldest step that was launched and not yet collected; None if it is too early."""
+        results, self._read_early = self._read_early, None
+        if results is None:
+            read = self._reader.pop()
+            results = None if read is None else self._read(*read)
+        return results
+
+    def _masks(self, is_fixed: bool, proposal: Draft) -> tuple[Draft, Tensor]:
+        """The drafts to verify and their bitmask, for `StepPlan.masks`."""
         # Waits for the drafts, and with them for the step before.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
         read = self._reader.pop(early=True)
@@ -299,9 +324,9 @@ class Batch:
         tokens, bitmask = masks_of(
             self.rows,
             drafts,
-            self._runner.target.vocab_size,
+            self._target.vocab_size,
             deterministic=proposal.logits is None,
-            max_drafts=max(num_draft_tokens, self._runner.max_forced),
+            max_drafts=max(num_draft_tokens, self._steps.max_forced),
             width=num_draft_tokens if is_fixed else None,
         )
         device = proposal.tokens.device
@@ -311,13 +336,12 @@ class Batch:
         logits, lse = (None if each is None else each[:, : tokens.shape[1]] for each in probabilities)
         return Draft(tokens, logits, lse, proposal.matches), bitmask
 
-    def _read(self, record: Tensor, begun: _Begun) -> RowResults:
+    def _read(self, record: Tensor, planned: PlannedStep) -> RowResults:
         """Count a step, and end the rows that it ended."""
         tokens, num_accepted, num_proposed, finished = results = unpack_record(record)
-        self._learn(begun, tokens, num_accepted, num_proposed)
-        runner = self._runner
+        self._planner.learn(planned, tokens, num_accepted, num_proposed)
         num_before = [len(row.tokens) for row in self.rows]
-        for index, (then, row) in enumerate(zip(begun.rows, self.rows, strict=True)):
+        for index, (then, row) in enumerate(zip(planned.rows, self.rows, strict=True)):
             if then is not row or row.ended:
                 # The host has ended the text, which the device had not seen.
                 tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
@@ -335,30 +359,30 @@ class Batch:
         for index, row in enumerate(self.rows):
             if row.grammar is not None and not accept_tokens(row, row.grammar, num_before[index]):
                 cuts.add(index)
-            first, row.num_shown = row.num_shown, len(row.tokens)
+            first, row.num_released = row.num_released, len(row.tokens)
             if index in cuts:
-                runner.end_row(index, row.length)
+                self._end_row(index, row.length)
             if self._batch_rules is not None:
-                row.num_shown = min(row.num_shown, self._batch_rules.num_asked)
-            if self._batch_rules is not None or row.num_shown - first != num_new[index]:
+                row.num_released = min(row.num_released, self._batch_rules.num_asked)
+            if self._batch_rules is not None or row.num_released - first != num_new[index]:
                 # A rule has cut tokens, or has held them back until now.
-                self.stats.num_tokens += row.num_shown - first - num_new[index]
-                tokens[index] = row.tokens[first : row.num_shown]
+                self.stats.num_tokens += row.num_released - first - num_new[index]
+                tokens[index] = row.tokens[first : row.num_released]
             finished[index] = row.finished
             if finished[index] and row.reason is None:
-                row.settle()
+                row.set_finish_reason()
                 ended.append(index)
-        runner.texts.end(ended)
-        if ended and runner.draft is not None:
+        self._texts.end(ended)
+        if ended and self._draft is not None:
             with normal_tensors():
-                runner.draft.end(runner.state.tokens[ended], runner.state.lengths[ended])
+                self._draft.on_finished(self.state.tokens[ended], self.state.lengths[ended])
         return results
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
     def output(self) -> GenerationOutput:
         """The sequences and statistics so far."""
-        state, rows = self._runner.state, self.rows
+        state, rows = self.state, self.rows
         device = state.tokens.device
         lengths = torch.tensor([row.length for row in rows], device=device)
         width = int(lengths.max())

@@ -15,14 +15,14 @@ from ..drafts.model import as_draft_source
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits
-from .guard import Guard
+from .compiled import CompiledSteps
+from .guard import Guard, Stream
 from .inputs import GenerateArguments, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
 from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
-from .runner import StepRunner
 from .session import Session, completions_of
 from .step import Verifier
 
@@ -40,11 +40,7 @@ def generate(
     draft: AnyDraft = None,
     num_draft_tokens: int | None = None,
     schedule: str | Schedule | None = None,
-    verify: str | None = None,
-    lenience: float = 1.0,
-    argmax_lenience: float = 1.0,
-    alpha: float = -1e3,
-    beta: float = 1e3,
+    verify: str | Verifier | None = None,
     compile: bool | str = "auto",
     streamer: Streamer | None = None,
     **arguments: Unpack[GenerateArguments],
@@ -77,10 +73,6 @@ def generate(
         num_draft_tokens=num_draft_tokens,
         schedule=schedule,
         verify=verify,
-        lenience=lenience,
-        argmax_lenience=argmax_lenience,
-        alpha=alpha,
-        beta=beta,
         compile=compile,
     )
     return decoder.generate(input_ids, streamer=streamer, **arguments)
@@ -97,6 +89,10 @@ class SpeculativeDecoder:
     filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
     pieces, once.
 
+    Streams and sessions of one decoder, or of decoders that share a model, may take turns in one thread. A call whose
+    models have read for another one since lets them read its texts again, which costs a prefill. Inputs besides the
+    tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
+
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
@@ -112,12 +108,9 @@ class SpeculativeDecoder:
             (`SamplingParams.from_generation_config` takes that). `generate` can override it for one call.
         verify: "gumbel" (`verify_gumbel`: the text of a row depends on its seed, and not on the draft); "exact"
             (`verify_exact`: the same law, and accepts more drafts that were sampled); "block" (`verify_block`: the same
-            law, and on average at least as many); or "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with
-            probabilities). None = "gumbel" without a draft and for deterministic ones, otherwise "exact"; "exact" too
-            with a lenience.
-        lenience, argmax_lenience: in (0, 1], for sampled and for greedy rows. Below 1, "exact" is lossy as
-            `verify_exact` describes.
-        alpha, beta: alpha < 0 < beta, the bounds of the scores of "sigmoid", as `verify_sigmoid` takes them.
+            law, and on average at least as many); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with
+            probabilities); or a `Verifier`, which also has the settings of lossy verification. None = "gumbel" without
+            a draft and for deterministic drafts, otherwise "exact".
         compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps (about 8,000)
             are done or certain to follow to pay for it, and never with a deterministic draft. `stats.compiled` says
             what was done and why.
@@ -151,11 +144,7 @@ class SpeculativeDecoder:
         num_draft_tokens: int | None = None,
         schedule: str | Schedule | None = None,
         sampling: SamplingParams | None = None,
-        verify: str | None = None,
-        lenience: float = 1.0,
-        argmax_lenience: float = 1.0,
-        alpha: float = -1e3,
-        beta: float = 1e3,
+        verify: str | Verifier | None = None,
         compile: bool | str = "auto",
         one_graph: bool = False,
         max_length: int | None = None,
@@ -176,13 +165,14 @@ class SpeculativeDecoder:
         if max_length is not None:
             checks.check_int("max_length", max_length, 2)
         if verify is None:
-            is_exact = lenience != 1 or argmax_lenience != 1 or not getattr(self.draft, "deterministic", True)
-            verify = "exact" if is_exact else "gumbel"
-        verifier = Verifier(verify, lenience, argmax_lenience, alpha, beta)
-        if verify == "sigmoid" and (self.draft is None or self.draft.deterministic):
+            verify = "gumbel" if getattr(self.draft, "deterministic", True) else "exact"
+        verifier = verify if isinstance(verify, Verifier) else Verifier(verify)
+        if verifier.op == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
         check_pair(self.target, self.draft)
-        self._runner = StepRunner(self.target, self.draft, verifier, chosen, compile=compile, one_graph=one_graph)
+        self._schedule = chosen
+        arguments = self.target, self.draft, verifier, chosen.buckets
+        self._compiled_steps = CompiledSteps(*arguments, compile=compile, one_graph=one_graph)
         self._guard = Guard(self.target, self.draft)
         # The batch or session of the newest call.
         self._newest: Batch | Session | None = None
@@ -194,12 +184,12 @@ class SpeculativeDecoder:
     @property
     def compiled(self) -> bool:
         """True if steps are compiled. Once they are, they stay compiled."""
-        return self._runner.compiled
+        return self._compiled_steps.compiled
 
     @property
     def schedule(self) -> Schedule:
         """The schedule in use."""
-        return self._runner.schedule
+        return self._schedule
 
     @property
     def stats(self) -> GenerationStats:
@@ -273,7 +263,6 @@ class SpeculativeDecoder:
                     put(step)
             finally:
                 end()
-            self._guard.check_is_newest(stream)
             output = batch.output()
         for row, error in output.errors.items():
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
@@ -320,9 +309,9 @@ class SpeculativeDecoder:
         max_length = self.max_length if max_length is None else max_length
         if max_length is None:
             raise ValueError("max_length: expected a number, because requests that are read later have no longest one")
-        self._runner.choose_compile(0)
+        self._compiled_steps.choose_compile(0)
         arguments = (self.sampling, batch_size, max_length, logprobs, top_logprobs)
-        self._newest = session = Session(self._runner, self._guard, *arguments)
+        self._newest = session = Session(self._compiled_steps, self._schedule, self._guard, *arguments)
         return session
 
     @check_keywords
@@ -354,7 +343,6 @@ class SpeculativeDecoder:
 
         Raises:
             TypeError, ValueError: a wrong argument, by name.
-            RuntimeError: while iterating, if another call has begun with this decoder.
         """
         if isinstance(requests, (Request, str)) or not isinstance(requests, Iterable):
             raise TypeError(f"requests: expected an iterable of Request, got {type(requests)}")
@@ -362,36 +350,37 @@ class SpeculativeDecoder:
         longest, total = largest(requests) if isinstance(requests, Collection) else (0, 0)
         if max_length is None and self.max_length is None and isinstance(requests, Collection):
             max_length = max(longest, 2)
-        self._runner.choose_compile(total / batch_size)
+        self._compiled_steps.choose_compile(total / batch_size)
         session = self.session(batch_size, max_length=max_length, logprobs=logprobs, top_logprobs=top_logprobs)
         return completions_of(session, requests, progress)
 
     def _begin(
         self, input_ids: Tensor, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
-    ) -> tuple[Batch, int]:
-        """Check a call, and read its prompts; returns the batch and the number of the stream."""
+    ) -> tuple[Batch, Stream]:
+        """Check a call, and read its prompts."""
         with self._guard.working():
             stream = self._guard.begin_stream()
-            with self._guard.computing():
+            with self._guard.computing(stream):
                 prompts = read_prompts(
                     self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
                 )
-                self._runner.check_grammars(prompts.grammars)
+                self._compiled_steps.check_grammars(prompts.grammars)
                 state = prompts.state
-                self._runner.choose_compile(int((state.limits - state.lengths).max()))
+                self._compiled_steps.choose_compile(int((state.limits - state.lengths).max()))
                 longest = int(state.limits.max())
                 check_room(self.target, longest, self.max_length)
-                capacity = self._runner.capacity(self.max_length or longest)
+                capacity = self._compiled_steps.capacity(self.max_length or longest)
                 # If reading the prompts is interrupted, `output` has no batch to show.
                 self._newest = None
-                self._newest = batch = Batch(self._runner, prompts, capacity, *of_batch)
+                self._newest = batch = Batch(self._compiled_steps, self._schedule, prompts, capacity, *of_batch)
         return batch, stream
 
-    def _steps(self, batch: Batch, stream: int) -> Iterator[Step]:
+    def _steps(self, batch: Batch, stream: Stream) -> Iterator[Step]:
         is_done = all(batch.finished)
         while not is_done:
-            with self._guard.computing():
-                self._guard.check_is_newest(stream)
+            with self._guard.computing(stream):
+                if self._guard.take_models(stream):
+                    batch.read_again()
                 step = batch.step()
             is_done = all(step.finished)
             yield step

@@ -110,7 +110,7 @@ def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
     return True
 
 
-def all_allowed(vocab_size: int, proposal: Draft, is_fixed: bool = True) -> tuple[Draft, Tensor]:
+def all_allowed(vocab_size: int, proposal: Draft) -> tuple[Draft, Tensor]:
     """A step's drafts as they are, and a bitmask of all tokens [B, K + 1, ceil(V / 32)]."""
     batch, num_draft_tokens = proposal.tokens.shape
     shape = batch, num_draft_tokens + 1, num_words(vocab_size)
@@ -129,7 +129,7 @@ class _Walk:
         self._grammar = grammar
         self._bitmask = bitmask
         self._vocab_size = vocab_size
-        row.dead_end = None
+        row.grammar_error = None
 
     def drafts(self, drafts: list[int], most: int, deterministic: bool) -> list[int]:
         """The drafts to verify, `most` at most."""
@@ -186,7 +186,7 @@ class _Walk:
 
     def _end(self, place: int, error: Exception) -> None:
         self._bitmask[place] = 0
-        self._row.dead_end = len(self._row.tokens) + place, _text_of(error)
+        self._row.grammar_error = len(self._row.tokens) + place, _text_of(error)
 
     def _roll_back(self, count: int) -> None:
         try:

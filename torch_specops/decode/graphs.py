@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft
+from .step import Masks, StepPlan
 
-__all__ = ["CapturedStep", "Masks", "capture", "capture_in_two", "parts_of"]
-
-# From a step's drafts, and whether their number is fixed, to those to verify, and the bitmask of `verify_and_commit`.
-Masks = Callable[[Draft, bool], tuple[Draft, Tensor]]
+__all__ = ["CapturedStep", "capture", "capture_in_two", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class CapturedStep:
         if self.propose is not None:
             self.propose.replay()
         if masks is not None and self.proposal is not None:
-            chosen, bitmask = masks(self.proposal, True)
+            chosen, bitmask = masks(self.proposal)
             for own, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):
                 own.copy_(new)
         self.verify.replay()
@@ -62,18 +60,18 @@ def capture_in_two(
     stream: torch.cuda.Stream,
     pool: Any,
     propose: Callable[[int], Draft],
-    verify: Callable[..., Tensor],
-    all_allowed: Masks,
-    num_draft_tokens: int,
+    verify: Callable[[Draft, Tensor], Tensor],
+    plan: StepPlan,
 ) -> CapturedStep:
     """A step whose graphs share a memory pool, and that reads a bitmask between them."""
-    graph, proposal = None, propose(num_draft_tokens)
-    if num_draft_tokens > 0:
-        graph, proposal = capture(stream, pool, propose, num_draft_tokens)
+    assert plan.masks is not None
+    graph, proposal = None, propose(plan.num_draft_tokens)
+    if plan.num_draft_tokens > 0:
+        graph, proposal = capture(stream, pool, propose, plan.num_draft_tokens)
         pool = graph.pool()
     read = replace(proposal, tokens=proposal.tokens.clone())
-    _, bitmask = all_allowed(read, True)
-    last, record = capture(stream, pool, verify, num_draft_tokens, read, bitmask)
+    _, bitmask = plan.masks(read)
+    last, record = capture(stream, pool, verify, read, bitmask)
     return CapturedStep(last, record, graph, proposal, (read.tokens, bitmask))
 
 

@@ -1,11 +1,11 @@
-"""Keeps a target in one thread at a time, and lets only the newest stream or session of a model continue."""
+"""Keeps a target in one thread at a time, and tells streams apart that take turns with its models."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,15 +15,25 @@ from torch.amp import is_autocast_available
 from ..drafts import DraftSource, LanguageModel
 from .models import evaluating, look_at, mode_of, models_of, modules_of
 
-__all__ = ["Guard", "autocast_of"]
+__all__ = ["Guard", "Stream", "autocast_of"]
 
 Autocast = torch.dtype | None
 
-# Shared by all decoders of a model, because it has one cache: of a target the "thread" at work, of any model the newest
-# "stream". A transformers model gets an adapter, and with it a cache, for each decoder.
-_uses: WeakKeyDictionary[object, dict[str, int]] = WeakKeyDictionary()
+# Shared by all decoders of a model, because it has one cache: of a target the "thread" at work, of any model the
+# "stream" whose texts it has read. A transformers model gets an adapter, and with it a cache, for each decoder.
+_uses: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 _uses_lock = threading.Lock()
-_streams = count(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The texts of one call.
+
+    Args:
+        autocast: the `torch.autocast` that it began under.
+    """
+
+    autocast: Autocast
 
 
 class Guard:
@@ -33,7 +43,6 @@ class Guard:
         self._parts = target, draft
         self._device = target.device
         self._mode = mode_of(target, draft)
-        self._autocast = autocast_of(self._device)
         # A source that reads features has caches, as a model has.
         parts = (part for part in models_of(draft) if not isinstance(part, DraftSource) or part.feature_layers)
         models = [target, *parts]
@@ -44,15 +53,19 @@ class Guard:
         # Make a new guard: the shared state belongs to its process.
         return Guard, self._parts
 
-    def begin_stream(self) -> int:
-        """Look at the models, and begin a stream or a session, which ends all others; returns its number. Called while
-        this thread is at work."""
+    def begin_stream(self) -> Stream:
+        """Look at the models, and begin a stream or a session. Called while this thread is at work."""
         self.look()
-        stream = next(_streams)
+        stream = Stream(autocast_of(self._device))
+        self.take_models(stream)
+        return stream
+
+    def take_models(self, stream: Stream) -> bool:
+        """Called before the models read for a stream; returns whether they have read for another one since."""
+        has_changed = any(use.get("stream") is not stream for use in self._uses)
         for use in self._uses:
             use["stream"] = stream
-        self._autocast = autocast_of(self._device)
-        return stream
+        return has_changed
 
     def look(self) -> RuntimeError | None:
         """`look_at` the models before texts begin in rows. Called outside `computing`, whose mode it decides."""
@@ -62,21 +75,12 @@ class Guard:
         self._mode = mode_of(*self._parts)
         return misfit
 
-    def is_newest(self, stream: int) -> bool:
-        return all(use.get("stream") == stream for use in self._uses)
-
-    def check_is_newest(self, stream: int) -> None:
-        if not self.is_newest(stream):
-            raise RuntimeError(
-                "stream: another one has begun with this decoder, its target or its draft model, which have one state"
-            )
-
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """`working`, without gradients (`mode_of`), under the autocast that the stream began with, and on the target's
-        device: Triton launches on the current one, and streams belong to it."""
+    def computing(self, stream: Stream) -> Iterator[None]:
+        """`working`, without gradients (`mode_of`), under the stream's autocast, and on the target's device: Triton
+        launches on the current one, and streams of CUDA belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with self.working(), self._mode(), on_device, _autocast(self._device, self._autocast):
+        with self.working(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield
 
     def working(self) -> AbstractContextManager[None]:
@@ -111,8 +115,8 @@ class Guard:
             del self._use["thread"]
 
 
-def _use_of(model: object) -> dict[str, int]:
-    use: dict[str, int] = {}
+def _use_of(model: object) -> dict[str, Any]:
+    use: dict[str, Any] = {}
     # A model that cannot be hashed (a dataclass that compares by value) is guarded within one decoder only.
     with _uses_lock, suppress(TypeError):
         use = _uses.setdefault(model, use)

@@ -21,6 +21,8 @@ R = TypeVar("R")
 _CUSTOM_GENERATE = "model.generate(..., custom_generate=torch_specops.hf.custom_generate) takes it"
 # Names that other libraries have for an argument, and what to pass: an argument of ours, or a sentence.
 INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
+    **dict.fromkeys(("lenience", "argmax_lenience"), 'verify=torch_specops.Verifier("exact", lenience=...)'),
+    **dict.fromkeys(("alpha", "beta"), 'verify=torch_specops.Verifier("sigmoid", alpha=..., beta=...)'),
     "assistant_early_exit": "draft=torch_specops.drafts.EarlyExit(...)",
     "assistant_model": "draft=...",
     "bad_words_ids": "sampling=SamplingParams(bad_words=...)",

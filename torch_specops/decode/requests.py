@@ -108,6 +108,18 @@ class Handle:
 
     Attributes:
         index: the request's place in the order of submission. The other attributes, `add` and `end` are the session's.
+
+    Examples:
+        >>> import transformers, torch_specops
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+        >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
+        >>> session = decoder.session(batch_size=2, max_length=32)
+        >>> handle = session.submit(torch_specops.Request([5, 6, 7], max_new_tokens=8))
+        >>> while not handle.done:
+        ...     _ = session.step()
+        >>> len(handle.result().new_tokens)
+        8
     """
 
     def __init__(

@@ -33,9 +33,9 @@ class Row:
         ended: whether it gets no more tokens.
         reason, error: why it ended, once all of its tokens are shown.
         tokens: the new ones.
-        num_shown: how many of these no rule can cut any more.
-        is_cut: whether a rule has ended it.
-        dead_end: how many new tokens there are where the grammar leaves no way on, as far as it was asked, and why.
+        num_released: how many of these no rule can cut any more.
+        is_stopped: whether a rule has ended it.
+        grammar_error: after how many new tokens the grammar leaves no way on, as far as it was asked, and why.
     """
 
     prompt: list[int]
@@ -47,41 +47,41 @@ class Row:
     reason: str | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
-    num_shown: int = 0
-    is_cut: bool = False
-    dead_end: tuple[int, str] | None = None
+    num_released: int = 0
+    is_stopped: bool = False
+    grammar_error: tuple[int, str] | None = None
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + self.num_shown
+        return len(self.prompt) + self.num_released
 
     @property
     def finished(self) -> bool:
-        return self.ended and self.num_shown == len(self.tokens)
+        return self.ended and self.num_released == len(self.tokens)
 
     def cut(self, num_tokens: int) -> bool:
         """End the text after this many new tokens; returns False if it has fewer."""
         if num_tokens > len(self.tokens):
             return False
         del self.tokens[num_tokens:]
-        self.ended = self.is_cut = True
+        self.ended = self.is_stopped = True
         return True
 
-    def settle(self) -> None:
+    def set_finish_reason(self) -> None:
         """Find out why the text has ended."""
         if self.error is not None:
             self.reason = "error"
         elif self.tokens and self.tokens[-1] in self.eos:
             self.reason = "eos"
-        elif self.is_cut:
+        elif self.is_stopped:
             self.reason = "stop"
         elif self.length == self.limit:
             self.reason = "length"
         else:
             among = "" if self.grammar is None else " among the tokens that the grammar allows"
             why = f"target: no finite logit{among}"
-            if self.dead_end is not None and self.dead_end[0] == len(self.tokens):
-                why = self.dead_end[1]
+            if self.grammar_error is not None and self.grammar_error[0] == len(self.tokens):
+                why = self.grammar_error[1]
             self.reason, self.error = "error", f"{why} after {self.length} tokens"
 
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from .. import checks
 from ..drafts.images import reads_images
 from ..sampling import SamplingParams
+from ..schedules import Schedule
 from .batch import Batch
+from .compiled import CompiledSteps
 from .guard import Guard
 from .inputs import Prompts, check_logprobs, check_room, check_tokens, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
-from .runner import StepRunner
 from .state import ROOM
 
 __all__ = ["Session", "completions_of"]
@@ -52,7 +53,8 @@ class Session:
 
     def __init__(
         self,
-        runner: StepRunner,
+        steps: CompiledSteps,
+        schedule: Schedule,
         guard: Guard,
         sampling: SamplingParams,
         batch_size: int,
@@ -62,10 +64,11 @@ class Session:
     ) -> None:
         checks.check_int("batch_size", batch_size, 1)
         checks.check_int("max_length", max_length, 2)
-        check_logprobs(logprobs, top_logprobs, runner.target.vocab_size)
-        if runner.draft is not None and not runner.draft.can_restart:
+        check_logprobs(logprobs, top_logprobs, steps.target.vocab_size)
+        if steps.draft is not None and not steps.draft.can_restart:
             raise ValueError("draft: a session needs the method restart (DraftSource) of a draft that has start")
-        self._runner = runner
+        self._steps = steps
+        self._schedule = schedule
         self._guard = guard
         self._sampling = sampling
         self._max_length = max_length
@@ -79,10 +82,11 @@ class Session:
         self._ended: list[Completion] = []
         self._num_submitted = 0
         self._is_closed = False
+        self._has_failed = False
         self._batch: Batch | None = None
         with guard.working():
             self._stream = guard.begin_stream()
-            self._vocab_size = runner.target.vocab_size
+            self._vocab_size = steps.target.vocab_size
             self._begin_rows()
 
     @property
@@ -100,7 +104,7 @@ class Session:
     def is_idle(self) -> bool:
         """True if no request waits or is in a row."""
         with self._changed:
-            return not self._waiting and all(text is None for text in self._rows)
+            return not self._waiting and all(handle is None for handle in self._rows)
 
     def submit(self, request: Request | Tensor | Sequence[int]) -> Handle:
         """Queue a request, or a prompt [P] for one with the defaults. Returns at once; may be called from any thread.
@@ -109,12 +113,12 @@ class Session:
             RuntimeError: the session is closed.
         """
         given = request if isinstance(request, Request) else Request(request)
-        target = self._runner.target
+        target = self._steps.target
         prompt: Prompts | str
         try:
             prompt = read_request(given, target, self._sampling, self._logprobs, self._top_logprobs)
             check_room(target, int(prompt.state.limits), self._max_length)
-            self._runner.check_grammars(prompt.grammars)
+            self._steps.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
         except Exception as error:
@@ -123,8 +127,8 @@ class Session:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
-            texts = [text for text in [*self._rows, *self._waiting] if text is not None]
-            if given.grammar is not None and any(given.grammar is text.grammar for text in texts):
+            handles = [handle for handle in [*self._rows, *self._waiting] if handle is not None]
+            if given.grammar is not None and any(given.grammar is handle.grammar for handle in handles):
                 prompt = "grammar: it is the state of one text, and another request has it"
             handle = Handle(self._num_submitted, prompt, given.max_time, self._cancel)
             self._num_submitted += 1
@@ -139,22 +143,23 @@ class Session:
             The completions of the requests that have ended since the last call.
 
         Raises:
-            RuntimeError: another call has begun with this decoder; it ends all requests and closes the session.
+            Exception: of a model; it ends all requests and closes the session.
         """
         with self._stepping:
             try:
                 if not self.is_idle:
                     with self._guard.working():
-                        self._guard.check_is_newest(self._stream)
+                        self._is_unread |= self._guard.take_models(self._stream)
                         self._end_cancelled()
                         if self._waiting and None in self._rows:
                             self._look()
-                        with self._guard.computing():
+                        with self._guard.computing(self._stream):
+                            self._read_again()
                             self._admit()
                             self._advance()
             except BaseException as error:
                 # The state may be half a step ahead, and is read no more.
-                self._stream = -1
+                self._has_failed = True
                 self._close("error", f"{type(error).__name__}: {error}")
                 raise
         with self._changed:
@@ -185,35 +190,35 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _cancel(self, text: Handle) -> None:
+    def _cancel(self, handle: Handle) -> None:
         with self._changed:
-            text.is_cancelled = True
-            if text in self._waiting:
-                self._end(text, "cancelled")
-                self._waiting.remove(text)
+            handle.is_cancelled = True
+            if handle in self._waiting:
+                self._end(handle, "cancelled")
+                self._waiting.remove(handle)
 
     def _close(self, reason: str, error: str | None = None) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            for text in [*self._rows, *self._waiting]:
-                if text is not None:
-                    self._end(text, reason, error)
+            for handle in [*self._rows, *self._waiting]:
+                if handle is not None:
+                    self._end(handle, reason, error)
             self._waiting.clear()
 
     def _begin_rows(self) -> None:
         """Make room in the models for new rows; of a model with an encoder once it has its first input."""
-        self._is_begun = False
-        if not getattr(self._runner.target, "reads_inputs", False):
-            with self._guard.computing():
+        self._is_begun = self._is_unread = False
+        if not getattr(self._steps.target, "reads_inputs", False):
+            with self._guard.computing(self._stream):
                 self._batch = self._free_rows(None)
 
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
         """Rows that are free: finished sequences of one token."""
-        runner, batch = self._runner, len(self._rows)
+        steps, batch = self._steps, len(self._rows)
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         prompts = read_prompts(
-            runner.target,
+            steps.target,
             tokens,
             attention_mask=tokens + 1,
             max_new_tokens=0,
@@ -224,9 +229,9 @@ class Session:
             top_logprobs=self._top_logprobs,
         )
         prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, ROOM["eos"]), -1)))
-        readable = None if getattr(runner.target, "reads_beyond", False) else runner.target.max_length
+        readable = None if getattr(steps.target, "reads_beyond", False) else steps.target.max_length
         longest = self._max_length if readable is None else min(self._max_length, readable)
-        made = Batch(runner, prompts, runner.capacity(longest))
+        made = Batch(steps, self._schedule, prompts, steps.capacity(longest))
         made.stats.seeds = []
         if self._batch is not None:
             made.stats = self._batch.stats
@@ -234,8 +239,8 @@ class Session:
         return made
 
     def _end_cancelled(self) -> None:
-        for row, text in enumerate(self._rows):
-            if text is not None and text.is_cancelled:
+        for row, handle in enumerate(self._rows):
+            if handle is not None and handle.is_cancelled:
                 self._end_row(row, "cancelled")
 
     def _look(self) -> None:
@@ -245,50 +250,56 @@ class Session:
             RuntimeError: texts go on that do not fit a model any more.
         """
         texts_go_on, before = self._rows.count(None) < len(self._rows), self._vocab_size
-        misfit, self._vocab_size = self._guard.look(), self._runner.target.vocab_size
+        misfit, self._vocab_size = self._guard.look(), self._steps.target.vocab_size
         if texts_go_on and self._vocab_size < before:
             misfit = RuntimeError(f"target: expected its {before} tokens until the texts end, got {self._vocab_size}")
         if texts_go_on and misfit is not None:
             raise misfit
-        has_changed = self._runner.follow_models()
-        if not texts_go_on and (has_changed or misfit is not None):
+        has_changed = (self._batch or self._steps).follow_models()
+        if not texts_go_on and (has_changed or misfit is not None or self._is_unread):
             self._begin_rows()
+
+    def _read_again(self) -> None:
+        """Let the models read the texts that go on, if they have read for another call."""
+        if self._is_unread and self._batch is not None and any(handle is not None for handle in self._rows):
+            self._batch.read_again()
+            self._is_unread = False
 
     def _admit(self) -> None:
         """End at most a batch of requests that need no row; give free rows to others."""
         admitted: dict[int, Prompts] = {}
         with_images: dict[int, Prompts] = {}
-        free = [row for row, text in enumerate(self._rows) if text is None]
+        free = [row for row, handle in enumerate(self._rows) if handle is None]
         for _ in self._rows:
             with self._changed:
                 if not self._waiting or (self._waiting[0].needs_row and not free):
                     break
-                text = self._waiting[0]
-                if text.is_cancelled:
-                    self._end(text, "cancelled")
-                elif isinstance(text.prompt, str):
-                    self._end(text, "error")
-                elif not text.needs_row:
-                    self._end(text, "length")
+                handle = self._waiting[0]
+                if handle.is_cancelled:
+                    self._end(handle, "cancelled")
+                elif isinstance(handle.prompt, str):
+                    self._end(handle, "error")
+                elif not handle.needs_row:
+                    self._end(handle, "length")
                 else:
                     row = free.pop(0)
-                    self._rows[row] = text
+                    self._rows[row] = handle
                 # An interrupt before leaves it in both places, and `_close` ends it. After it would be in none.
                 self._waiting.popleft()
-            if text.done or isinstance(text.prompt, str):
+            if handle.done or isinstance(handle.prompt, str):
                 continue
-            text.deadline = time.monotonic() + text.max_time
+            handle.deadline = time.monotonic() + handle.max_time
             try:
                 # The vocabulary may have shrunk since the request was read.
-                check_tokens(text.prompt.state.tokens, self._vocab_size)
-                self._replace_inputs(row, text.prompt.inputs)
+                check_tokens(handle.prompt.state.tokens, self._vocab_size)
+                self._replace_inputs(row, handle.prompt.inputs)
             except (TypeError, ValueError, RuntimeError) as error:
-                self._end(text, "error", str(error))
+                self._end(handle, "error", str(error))
                 continue
-            has_images = text.prompt.inputs is not None and reads_images(self._runner.target)
+            has_images = handle.prompt.inputs is not None and reads_images(self._steps.target)
             # A handle may outlive its request by long.
-            text.prompt = replace(text.prompt, inputs=None)
-            (with_images if has_images else admitted)[row] = text.prompt
+            handle.prompt = replace(handle.prompt, inputs=None)
+            (with_images if has_images else admitted)[row] = handle.prompt
         if admitted:
             assert self._batch is not None
             self._batch.fill(admitted)
@@ -301,7 +312,7 @@ class Session:
                 self._end_row(row, "error", str(error))
 
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
-        if reads_images(self._runner.target):
+        if reads_images(self._steps.target):
             inputs = inputs or {}
         if inputs is None:
             return
@@ -314,55 +325,54 @@ class Session:
 
     def _advance(self) -> None:
         """Run a step; ends the requests that end with it."""
-        if self._batch is None or all(text is None for text in self._rows):
+        if self._batch is None or all(handle is None for handle in self._rows):
             return
         step, now = self._batch.step(), time.monotonic()
-        for row, text in enumerate(self._rows):
-            if text is None:
+        for row, handle in enumerate(self._rows):
+            if handle is None:
                 continue
-            text.add(step.tokens[row])
+            handle.add(step.tokens[row])
             if step.finished[row]:
                 ended = self._batch.rows[row]
-                self._end(text, ended.reason or "error", ended.error)
-            elif now >= text.deadline:
+                self._end(handle, ended.reason or "error", ended.error)
+            elif now >= handle.deadline:
                 self._end_row(row, "time")
 
     def _end_row(self, row: int, reason: str, error: str | None = None) -> None:
-        text = self._rows[row]
-        assert text is not None and self._batch is not None
+        handle = self._rows[row]
+        assert handle is not None and self._batch is not None
         self._batch.end(row, reason)
-        self._end(text, reason, error)
+        self._end(handle, reason, error)
 
     # Outside inference mode, because users train on what was generated.
     @torch.inference_mode(False)
-    def _end(self, text: Handle, reason: str, error: str | None = None) -> None:
+    def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
         """Complete a request that is not complete, and free its row."""
         with self._changed:
-            if text.done:
+            if handle.done:
                 return
-            row = self._rows.index(text) if text in self._rows else None
-            new = torch.tensor(text.new_tokens, dtype=torch.int64, device="cpu")
+            row = self._rows.index(handle) if handle in self._rows else None
+            new = torch.tensor(handle.new_tokens, dtype=torch.int64, device="cpu")
             logprobs = new.new_full(new.shape, math.nan, dtype=torch.float32)
             top_shape = len(new), self._top_logprobs
             top = TopLogprobs(new.new_full(top_shape, -1), new.new_full(top_shape, math.nan, dtype=torch.float32))
             seed, tokens = None, new.clone()
-            if isinstance(text.prompt, Prompts):
-                seed, tokens = int(text.prompt.state.seeds), torch.cat([text.prompt.state.tokens[0], new])
-            # Another call may have begun with the decoder, which has one state.
-            if row is not None and self._batch is not None and self._guard.is_newest(self._stream):
+            if isinstance(handle.prompt, Prompts):
+                seed, tokens = int(handle.prompt.state.seeds), torch.cat([handle.prompt.state.tokens[0], new])
+            if row is not None and self._batch is not None and not self._has_failed:
                 self._batch.copy_logprobs(row, logprobs, top)
             completion = Completion(
-                text.index,
+                handle.index,
                 tokens,
                 new,
                 logprobs if self._logprobs else None,
                 seed,
                 reason,
-                text.prompt if isinstance(text.prompt, str) else error,
+                handle.prompt if isinstance(handle.prompt, str) else error,
                 top if self._top_logprobs else None,
             )
             # Whoever waits for the request must hear of its end, whatever is interrupted behind this line.
-            text.end(completion)
+            handle.end(completion)
             self._ended.append(completion)
             if row is not None:
                 self._rows[row] = None

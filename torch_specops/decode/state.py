@@ -15,7 +15,7 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
 
-__all__ = ["ROOM", "DecodeState", "Texts", "copy_state", "moved", "shape_of", "tensors_of"]
+__all__ = ["ROOM", "DecodeState", "Texts", "copy_state", "moved", "shape_of", "shapes_of", "tensors_of"]
 
 # The value that fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
 _FILL = {"logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
@@ -112,12 +112,15 @@ def copy_state(old: DecodeState, new: DecodeState) -> None:
             own.copy_(value)
 
 
-def shape_of(state: DecodeState, inputs: Mapping[str, Tensor]) -> Hashable:
-    """Everything that a compiled piece takes as constant for a batch, except for K."""
-    tensors, processors = tensors_of(state) | dict(inputs), state.sampling.processors
+def shape_of(state: DecodeState) -> Hashable:
+    """Everything that a compiled piece takes as constant for a batch, except for K and the inputs."""
+    processors = state.sampling.processors
     constants = state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
-    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    return autocast_of(state.tokens.device), constants, shapes
+    return autocast_of(state.tokens.device), constants, shapes_of(tensors_of(state))
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Hashable:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 class Texts:

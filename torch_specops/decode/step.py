@@ -26,6 +26,8 @@ from .state import DecodeState
 
 __all__ = [
     "Choose",
+    "Masks",
+    "StepPlan",
     "Verifier",
     "checked_drafts",
     "propose",
@@ -36,16 +38,51 @@ __all__ = [
 
 # From a step's drafts, and how many each row has [B], to how many of each row to verify.
 Choose = Callable[[Draft, Tensor], list[int]]
+# From a step's drafts to those to verify, and the bitmask of `verify_and_commit`.
+Masks = Callable[[Draft], tuple[Draft, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step does, besides its tensors.
+
+    Args:
+        num_draft_tokens: K.
+        is_fixed: True = the step is compiled: all rows have the same number of drafts, padding included. The last two
+            are then None.
+        masks: asks grammars between the drafts and their verification; None = no row has one.
+        choose: chooses drafts, on a CPU, where the host sees them before the target reads them. An eager step then
+            reads no padding. In a compiled one the largest number is that of all rows, and its step is ready. None =
+            all K are verified.
+        prefill_length: the length of every row if the target has read nothing yet; None = it has read all but the
+            newest token.
+        on_logits: called with the target's logits [B, K+1, V].
+    """
+
+    num_draft_tokens: int
+    is_fixed: bool = False
+    masks: Masks | None = None
+    choose: Choose | None = None
+    prefill_length: int | None = None
+    on_logits: Callable[[Tensor], object] | None = None
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """Calls one of the verify ops with the tensors of a step.
+    """How drafts are verified: one of the verify ops, and what it takes besides tensors.
 
     Args:
-        op: "exact", "block", "gumbel" or "sigmoid".
+        op: "exact", "block", "gumbel" or "sigmoid" (lossy).
         lenience, argmax_lenience: in (0, 1], as in `verify_exact`; below 1 only with "exact".
         alpha, beta: as in `verify_sigmoid`; others than these only with "sigmoid".
+
+    Raises:
+        TypeError, ValueError: a wrong argument, by name.
+
+    Examples:
+        >>> from torch_specops import Verifier
+        >>> Verifier("exact", lenience=0.5)
+        Verifier(op='exact', lenience=0.5, argmax_lenience=1.0, alpha=-1000.0, beta=1000.0)
     """
 
     op: str = "exact"
@@ -137,41 +174,37 @@ def verify_and_commit(
     state: DecodeState,
     proposal: Draft,
     verify: Verifier,
-    unread_length: int | None = None,
-    choose: Choose | None = None,
-    keep_logits: Callable[[Tensor], object] | None = None,
     bitmask: Tensor | None = None,
+    plan: StepPlan | None = None,
 ) -> Tensor:
     """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
 
     Args:
         proposal: tokens [B, K].
-        unread_length: the length of every row if the target has read nothing yet; None = it has read all but the
-            newest token.
-        choose: given in an eager step on a CPU, where a forward over fewer tokens is faster and shapes may change: no
-            padding is then read, and the host waits for the drafts.
-        keep_logits: called in an eager step with the target's logits [B, K+1, V].
         bitmask: [B, K+1, ceil(V / 32)] int32, the tokens that a grammar allows at each position; None = all.
+        plan: of an eager step; None = all drafts are verified, and the target has read all but the newest token.
     """
+    plan = StepPlan(proposal.tokens.shape[1]) if plan is None else plan
+    choose, on_logits = plan.choose, plan.on_logits
     proposal, num_proposed = checked_drafts(proposal, state, target)
     if choose is not None and proposal.tokens.shape[1] > 0:
         proposal, num_proposed = _first_drafts(proposal, choose(proposal, num_proposed))
     num_draft_tokens = proposal.tokens.shape[1]
-    num_unread = unread_length or 1
+    num_unread = plan.prefill_length or 1
     index = torch.arange(num_unread + num_draft_tokens, device=state.tokens.device)
     positions = (state.lengths - num_unread).unsqueeze(1) + index
     unread = state.tokens.gather(1, positions[:, :num_unread])
     if num_draft_tokens > 0:
         unread = torch.cat([unread, proposal.tokens.clamp(min=0)], 1)
-    is_ragged = choose is not None and unread_length is None and unread.shape[0] > 1
+    is_ragged = choose is not None and plan.prefill_length is None and unread.shape[0] > 1
     if is_ragged and can_read_rows(target):
         # Processors, and those who keep the logits, get all rows, and may not take NaN.
-        is_filled = keep_logits is not None or state.sampling.processors is not None
+        is_filled = on_logits is not None or state.sampling.processors is not None
         target_logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
     else:
         target_logits = target.forward(unread, positions, num_draft_tokens + 1)
-    if keep_logits is not None:
-        keep_logits(target_logits)
+    if on_logits is not None:
+        on_logits(target_logits)
     processed = _processed(state, proposal.tokens, target_logits)
     if bitmask is not None:
         processed = allowed_logits(processed, bitmask[:, : num_draft_tokens + 1])

@@ -75,7 +75,7 @@ class DraftSource(ABC):
         vocab_size: the number of tokens that the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
         max_length: the longest sequence it can read; None = no limit known. A longer row gets no drafts any more: in
-            every method but `end`, its length is then 1.
+            every method but `on_finished`, its length is then 1.
         default_draft_tokens: K where the caller names none; None = 5.
         max_draft_tokens: the largest K that it can be asked for; None = any.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
@@ -141,7 +141,7 @@ class DraftSource(ABC):
         kind = type(self)
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
-    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+    def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
         """Called with the sequences that end, and all tokens emitted; not if the caller stops earlier."""
 
     def static_tensors(self) -> Sequence[Tensor] | None:

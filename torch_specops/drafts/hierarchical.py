@@ -115,8 +115,8 @@ class HierarchicalDraft(ModelDraft):
     def can_restart(self) -> bool:
         return self.inner.can_restart
 
-    def end(self, tokens: Tensor, lengths: Tensor) -> None:
-        self.inner.end(tokens, lengths)
+    def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
+        self.inner.on_finished(tokens, lengths)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model, self.inner)

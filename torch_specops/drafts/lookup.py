@@ -175,7 +175,7 @@ class SuffixLookup(_Lookup):
         super().start(tokens, lengths, capacity, inputs)
         self._memory = self._memory.to(tokens.device)
 
-    def end(self, tokens: Tensor, lengths: Tensor) -> None:
+    def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
         if len(self._memory) == 0:
             return
         for row, length in zip(tokens, lengths.tolist(), strict=True):

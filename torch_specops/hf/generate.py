@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..decode import SpeculativeDecoder
+from ..decode import SpeculativeDecoder, Verifier
 from ..decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ..decode.rows import BatchRules
 from ..drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
@@ -43,9 +43,7 @@ def custom_generate(
     draft_model: AnyDraft = None,
     num_draft_tokens: int | None = None,
     schedule: str | Schedule | None = None,
-    verify: str | None = None,
-    alpha: float = -1e3,
-    beta: float = 1e3,
+    verify: str | Verifier | None = None,
     token_streamer: Any = None,
     seed: Seed = None,
     compile: bool | str = "auto",
@@ -79,7 +77,7 @@ def custom_generate(
             `assistant_model=` is the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True` are
             drafts as well, with transformers' meaning; with `speculation_type="dflash"` it is a drafter of
             transformers or a `DFlash`. MTP layers are read once per model, and so is a drafter for calls with it.
-        num_draft_tokens, schedule, verify, alpha, beta, compile: as `SpeculativeDecoder` takes them. Compiled code
+        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. Compiled code
             is kept for the model's next call with the same draft and the same of these, as long as the model lives.
             The first two are None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else the
             draft's own number, and "auto" for drafts that are not sampled, otherwise "constant".
@@ -163,8 +161,8 @@ def custom_generate(
         pad_token_id=pad_token_id,
         asked_once=draft_model is None and not generation_config.output_scores,
     )
-    choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile}
-    choices |= {"verify": verify, "alpha": alpha, "beta": beta}
+    choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify}
+    choices |= {"compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     kept = _kept_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target

@@ -1,4 +1,4 @@
-"""The statistics of `check_law`: p-values are uniform if the law holds, and a bias that it calls visible is seen as
+"""The statistics of `check_lossless`: p-values are uniform if the law holds, and a bias that it calls visible is seen as
 often as it says. Texts are drawn from known laws, without a loop.
 """
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_specops.laws import LawTest, MarkovModel, chi_square, markov_pair, statistics
-from torch_specops.laws.statistics import (
+from torch_specops.testing import LawTest, MarkovModel, chi_square, markov_pair, statistics
+from torch_specops.testing.statistics import (
     chi_square_tail,
     critical_value,
     detectable_effect,

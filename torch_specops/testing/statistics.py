@@ -81,7 +81,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
     Examples:
         >>> import torch
-        >>> from torch_specops.laws import chi_square
+        >>> from torch_specops.testing import chi_square
         >>> round(chi_square(torch.tensor([48, 52]), torch.tensor([0.5, 0.5])), 4)
         0.6892
     """

@@ -1,4 +1,4 @@
-"""`check_law`: right loops pass as often as it says, and each wrong one is caught where it breaks.
+"""`check_lossless`: right loops pass as often as it says, and each wrong one is caught where it breaks.
 
 The loops are written as a user would write them, in PyTorch with a `torch.Generator`; those of the package have tests
 of their own.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import torch_specops
-from torch_specops.laws import LawReport, MarkovModel, check_law, markov_pair, statistics
-from torch_specops.laws.statistics import detectable_effect
+from torch_specops.testing import LosslessReport, MarkovModel, check_lossless, markov_pair, statistics
+from torch_specops.testing.statistics import detectable_effect
 
 V = 6
 TARGET, DRAFT = markov_pair(V)
@@ -96,9 +96,9 @@ def filtered(model: MarkovModel, top_k: int | None):
     return lambda prefixes: law(model, prefixes[:, -2:], top_k).log()
 
 
-def check(loop: Loop, **options) -> LawReport:
+def check(loop: Loop, **options) -> LosslessReport:
     laws = filtered(loop.target, loop.top_k), filtered(loop.draft, loop.top_k)
-    return check_law(loop, *laws, vocab_size=V, prompt=PROMPT, **options)
+    return check_lossless(loop, *laws, vocab_size=V, prompt=PROMPT, **options)
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
@@ -128,7 +128,7 @@ def one_step(prompts: Tensor, seeds: Tensor) -> Tensor:
 
 
 def test_one_step_of_variable_length_passes() -> None:
-    report = check_law(one_step, TARGET, DRAFT, vocab_size=V)
+    report = check_lossless(one_step, TARGET, DRAFT, vocab_size=V)
     report.assert_lossless()
     emitted = [test.emitted for test in report.tests[:3]]
     assert emitted[0] == 1.0 > emitted[1] > emitted[2] > 0.1
@@ -138,12 +138,12 @@ def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
     """A position may be emitted or not depending on what came before it, not on its own token."""
     hidden = torch.tensor([V, V, 0])
     step = lambda *args: (output := one_step(*args)).masked_fill(output == hidden, -1)  # noqa: E731
-    assert check_law(step, TARGET, DRAFT, vocab_size=V).first_break == 2
+    assert check_lossless(step, TARGET, DRAFT, vocab_size=V).first_break == 2
 
 
 def test_a_text_that_ends_at_its_eos_passes() -> None:
     loop = altered(lambda tokens: tokens.masked_fill((tokens == 2).cumsum(1) - (tokens == 2).long() > 0, -1))
-    report = check_law(loop, TARGET, DRAFT, vocab_size=V)
+    report = check_lossless(loop, TARGET, DRAFT, vocab_size=V)
     report.assert_lossless()
     assert report.tests[1].emitted < 1
 
@@ -160,11 +160,11 @@ def test_an_empty_prompt_and_tables() -> None:
             text = torch.cat([text, torch.multinomial(weights, 1, generator=generator)], 1)
         return text[:, 1:]
 
-    check_law(loop, table, vocab_size=V, prompt=()).assert_lossless()
-    assert check_law(loop, table, vocab_size=V, prompt=(1,)).first_break == 0
+    check_lossless(loop, table, vocab_size=V, prompt=()).assert_lossless()
+    assert check_lossless(loop, table, vocab_size=V, prompt=(1,)).first_break == 0
     # A table without that row begins with a token.
     with pytest.raises(ValueError, match="table: expected an axis 0 of V \\+ 1 = 7"):
-        check_law(loop, table[:V], vocab_size=V, prompt=())
+        check_lossless(loop, table[:V], vocab_size=V, prompt=())
 
 
 # Wrong loops: the position where the law breaks first, and the mistake.
@@ -205,7 +205,7 @@ def test_the_report_suspects_a_target_of_another_temperature() -> None:
         return loop
 
     def suspicion(loop: Callable[[Tensor, Tensor], Tensor], draft: MarkovModel | None = None) -> str:
-        report = check_law(loop, TARGET, draft, vocab_size=V, prompt=PROMPT, num_tokens=1, trials=5000)
+        report = check_lossless(loop, TARGET, draft, vocab_size=V, prompt=PROMPT, num_tokens=1, trials=5000)
         assert (f"Suspicion: {report.suspicion}" in str(report)) == bool(report.suspicion) and not report
         return report.suspicion
 
@@ -239,7 +239,7 @@ def test_tokens_that_the_target_excludes_are_caught() -> None:
         tokens[:, 1] = torch.where(seeds % 10_000 == 0, excluded, tokens[:, 1])
         return tokens
 
-    report = check_law(loop, filtered(TARGET, 3), vocab_size=V)
+    report = check_lossless(loop, filtered(TARGET, 3), vocab_size=V)
     impossible = [test.impossible for test in report.tests]
     assert report.first_break == 1 and 0 < impossible[1] < 20
     assert f"{impossible[1] + impossible[2]} tokens came that the target excludes" in str(report)
@@ -248,10 +248,10 @@ def test_tokens_that_the_target_excludes_are_caught() -> None:
 def test_a_greedy_loop() -> None:
     """The law is one-hot: nothing is left to chance, and any other token is seen."""
     target = lambda prefixes: law(TARGET, prefixes[:, -2:], 1).log()  # noqa: E731
-    report = check_law(Loop(top_k=1), target, vocab_size=V)
+    report = check_lossless(Loop(top_k=1), target, vocab_size=V)
     assert report and all(test.dof == 0 and test.p_value == 1.0 for test in report.tests)
     assert report.tests[0].detectable_total_variation == pytest.approx(math.log(100) / 40_000, rel=1e-3)
-    assert check_law(Loop(top_k=2), target, vocab_size=V).first_break == 0
+    assert check_lossless(Loop(top_k=2), target, vocab_size=V).first_break == 0
 
 
 def test_a_draft_that_agrees_leaves_mistakes_unseen() -> None:
@@ -292,17 +292,17 @@ def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> N
 
     options = {"vocab_size": V, "trials": 5000, "seed": 4}
     progress: list[tuple[int, int]] = []
-    small = check_law(step, target, batch_size=30, progress=lambda *at: progress.append(at), **options)
+    small = check_lossless(step, target, batch_size=30, progress=lambda *at: progress.append(at), **options)
     assert max(sizes) == 30
     assert progress[0] == (30, 5000) and progress[-1] == (5000, 5000) and len(progress) == 167
-    assert small == check_law(step, target, batch_size=5000, **options)
-    assert small != check_law(step, target, batch_size=5000, **options | {"seed": 5})
+    assert small == check_lossless(step, target, batch_size=5000, **options)
+    assert small != check_lossless(step, target, batch_size=5000, **options | {"seed": 5})
 
 
 def test_a_loop_that_ignores_its_seeds_is_refused() -> None:
     step = lambda prompts, seeds: one_step(prompts, torch.arange(len(seeds)))  # noqa: E731
     with pytest.raises(ValueError, match="step_fn: expected random numbers that come from its seeds"):
-        check_law(step, TARGET, vocab_size=V, batch_size=1000)
+        check_lossless(step, TARGET, vocab_size=V, batch_size=1000)
 
 
 BAD_ARGUMENTS = [
@@ -340,11 +340,11 @@ def test_bad_arguments_and_outputs() -> None:
     for options, message in BAD_ARGUMENTS + outputs:
         arguments = {"step_fn": Loop(), "target": TARGET, "vocab_size": V, "trials": 200} | options
         with pytest.raises((TypeError, ValueError), match=message):
-            check_law(**arguments)
+            check_lossless(**arguments)
 
 
 def test_a_position_that_is_never_emitted_shows_nothing() -> None:
-    report = check_law(altered(lambda tokens: tokens.index_fill(1, torch.arange(1, 8), -1)), TARGET, vocab_size=V)
+    report = check_lossless(altered(lambda tokens: tokens.index_fill(1, torch.arange(1, 8), -1)), TARGET, vocab_size=V)
     assert report
     assert [test.emitted for test in report.tests[:3]] == [1.0, 0.0, 0.0]
     assert [test.detectable_total_variation for test in report.tests[1:3]] == [1.0, 1.0]

@@ -1,6 +1,6 @@
 """Check whether a decoding loop is lossless: a wrong loop and a right one, told apart in seconds.
 
-python examples/check_law.py
+python examples/check_lossless.py
 
 Both loops sample with top-k. The mistake is that of transformers issue 47932: drafts are drawn after top-k, and
 verified against the draft's probabilities before it. Nothing about the text looks wrong.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torch_specops.laws import check_law
+from torch_specops.testing import check_lossless
 
 VOCAB_SIZE = 6
 TOP_K = 3
@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     target, draft = tiny_pair()
     for name, q_before_top_k in (("q before top-k", True), ("q after top-k", False)):
-        report = check_law(
+        report = check_lossless(
             partial(step, target, draft, q_before_top_k),
             # The law to keep is that of the filtered logits. The check reads the last position of [N, t, V].
             target=lambda text: keep_top_k(target(text).logits),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_specops import SamplingParams
-from torch_specops.laws import check_engine, markov_pair
+from torch_specops.testing import check_engine, markov_pair
 
 Prompts = list[list[int]]
 V = 6

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference
 from ..sampling import SamplingParams
 from .markov import MarkovModel
-from .report import EngineReport, LawReport
+from .report import EngineReport, LosslessReport
 from .statistics import Laws, count_texts, fitting_temperature, law_tests
 
 NextToken = Callable[[Tensor], Tensor] | MarkovModel | Tensor
@@ -27,7 +27,7 @@ MAX_TEXTS = 8192
 KNOWN = ("temperature", "top_k", "top_p", "min_p")
 
 
-def check_law(
+def check_lossless(
     step_fn: Callable[[Tensor, Tensor], Generated],
     target: NextToken,
     draft: NextToken | None = None,
@@ -40,7 +40,7 @@ def check_law(
     significance: float = 1e-4,
     seed: int = 0,
     progress: Progress | None = None,
-) -> LawReport:
+) -> LosslessReport:
     """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given those
     before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
 
@@ -76,12 +76,12 @@ def check_law(
 
     Examples:
         >>> import torch
-        >>> from torch_specops.laws import check_law, markov_pair
+        >>> from torch_specops.testing import check_lossless, markov_pair
         >>> target, draft = markov_pair()
         >>> def draft_alone(prompts, seeds):
         ...     generator = torch.Generator().manual_seed(int(seeds[0]))
         ...     return torch.multinomial(torch.softmax(draft(prompts)[:, -1], -1), 1, generator=generator)
-        >>> report = check_law(draft_alone, target, draft, vocab_size=6, num_tokens=1)
+        >>> report = check_lossless(draft_alone, target, draft, vocab_size=6, num_tokens=1)
         >>> bool(report), report.first_break
         (False, 0)
     """
@@ -104,7 +104,7 @@ def check_law(
         laws = {"accepting every draft": q[0][0], "a recovered token from p": kept + (1 - kept.sum()) * first}
         mistakes = {name: float((law - first).abs().sum()) / 2 for name, law in laws.items()}
     counts = count_texts(tokens[:, 0], p, generator)
-    report = LawReport(law_tests(counts, p, significance, q), trials, significance, mistakes, beta)
+    report = LosslessReport(law_tests(counts, p, significance, q), trials, significance, mistakes, beta)
     if report.first_break != 0:
         return report
     return replace(report, suspicion=_suspicion(counts[0][0], p[0][0], has_drafts=q is not None or beta is not None))
@@ -141,7 +141,7 @@ def check_engine(
     progress: Progress | None = None,
     same_text_as: GenerateFn | None = None,
 ) -> EngineReport:
-    """Test as `check_law` does whether the tokens that an engine returns have the target's law, for each of its
+    """Test as `check_lossless` does whether the tokens that an engine returns have the target's law, for each of its
     sampling settings. docs/testing.md has recipes.
 
     An engine is anything that continues prompts: vLLM, a server, your own `generate`. If it reads a setting from the
@@ -153,7 +153,7 @@ def check_engine(
             request, as lists or as an integer tensor [N, L], in the same order: at least one, and `num_tokens` unless
             the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
             but must not start every call from the same state.
-        target: the model as in `check_law`, but before temperature and filters.
+        target: the model as in `check_lossless`, but before temperature and filters.
         settings: name -> parameters: only temperature and filters, each one number. The law is that of
             `torch_specops.filter_logits`, whose filters are those of transformers and of vLLM; temperature 0 is the
             argmax.
@@ -165,7 +165,7 @@ def check_engine(
         same_text_as: for an engine that claims that a text depends on request and seed alone, as this package with
             `verify="gumbel"`: the same engine with another draft, another number of drafts, or none. It gets the
             requests of each call in reverse order, and must return the same texts.
-        vocab_size, num_tokens, significance, seed: as in `check_law`; `significance` is shared by all settings.
+        vocab_size, num_tokens, significance, seed: as in `check_lossless`; `significance` is shared by all settings.
 
     Raises:
         TypeError: an argument, or the result of a function, has another type.
@@ -175,7 +175,7 @@ def check_engine(
     Examples:
         >>> import torch
         >>> from torch_specops import SamplingParams
-        >>> from torch_specops.laws import check_engine, markov_pair
+        >>> from torch_specops.testing import check_engine, markov_pair
         >>> target, _ = markov_pair(order=1)
         >>> def forgets_top_k(prompts, params, seeds):
         ...     logits = target(torch.tensor(prompts))[:, -1]
@@ -222,7 +222,7 @@ def check_engine(
         raise ValueError(f"generate: expected {num_tokens} tokens unless a text ended, got fewer for every request")
     share = significance / len(settings)
     reports = {
-        name: LawReport(law_tests(count_texts(texts, law, generator), law, share), trials, share, {})
+        name: LosslessReport(law_tests(count_texts(texts, law, generator), law, share), trials, share, {})
         for name, texts, law in zip(settings, tokens.unbind(1), laws, strict=True)
     }
     counts = dict(zip(settings, torch.stack(changed).sum(0).tolist(), strict=True)) if changed else None

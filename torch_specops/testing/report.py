@@ -1,4 +1,4 @@
-"""The reports of `check_law` and `check_engine`, as numbers and as tables."""
+"""The reports of `check_lossless` and `check_engine`, as numbers and as tables."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class Report(ABC):
 
 
 @dataclass(frozen=True)
-class LawReport(Report):
-    """The result of `check_law`. It is true if no test rejects the target's law, and `str` gives a table. A true report
-    is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
+class LosslessReport(Report):
+    """The result of `check_lossless`. It is true if no test rejects the target's law, and `str` gives a table. A true
+    report is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
     `total_variation_bound` is excluded with 99 % confidence.
 
     Attributes:
@@ -166,12 +166,12 @@ class EngineReport(Report):
     table.
 
     Attributes:
-        reports: name of a setting -> its `LawReport`.
+        reports: name of a setting -> its `LosslessReport`.
         significance: probability that a lossless engine is rejected by any test of any setting (Bonferroni).
         num_changed: name of a setting -> how many of its texts `same_text_as` changed; None = it was not given.
     """
 
-    reports: dict[str, LawReport]
+    reports: dict[str, LosslessReport]
     significance: float
     num_changed: dict[str, int] | None = None
 

@@ -22,7 +22,7 @@ class MarkovModel:
 
     Examples:
         >>> import torch
-        >>> from torch_specops.laws import MarkovModel
+        >>> from torch_specops.testing import MarkovModel
         >>> model = MarkovModel(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
         >>> model(torch.tensor([[1, 0]]))
         tensor([[[2., 3.],
@@ -74,7 +74,7 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
         ValueError: a number out of range.
 
     Examples:
-        >>> from torch_specops.laws import markov_pair
+        >>> from torch_specops.testing import markov_pair
         >>> target, draft = markov_pair(vocab_size=8)
         >>> target.table.shape
         torch.Size([9, 9, 8])

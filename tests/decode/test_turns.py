@@ -1,0 +1,200 @@
+"""Calls that take turns with the models of one decoder, or of several that share them: each gets the text that it gets
+alone, because a call whose models have read for another one lets them read its texts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+from tiny_hybrids import tiny_hybrid
+from tiny_images import expected, images, prompts, vision_model
+from tiny_loops import DRAFTS, GREEDY, new_tokens, streamed
+from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, random_table, shared_tiny, tiny
+from tiny_mtp import TinyMtp
+from tiny_requests import alone, many
+
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
+from torch_specops.decode import Step
+from torch_specops.decode.batch import Batch
+from torch_specops.drafts import MTP, DraftSource, HierarchicalDraft
+
+IDS, MASK = padded(PROMPTS, "left")
+OTHER_IDS = torch.tensor([[9, 8, 7, 9, 8], [4, 4, 6, 4, 4]])
+SAMPLED = SamplingParams(temperature=0.8, top_k=20)
+CALLS: list[dict[str, Any]] = [
+    {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": [14, 9, 11], "seed": 1, "sampling": SAMPLED},
+    {"input_ids": OTHER_IDS, "max_new_tokens": 12, "seed": 2, "logprobs": "raw"},
+]
+
+
+def decoder(kind: str, **options: Any) -> SpeculativeDecoder:
+    settings: dict[str, Any] = {"num_draft_tokens": 3, "schedule": "constant"} | options
+    if kind == "mtp":
+        tiny = TinyMtp("qwen3_next", 1)
+        return SpeculativeDecoder(tiny.model, MTP.from_pretrained(tiny.model), **settings)
+    if kind == "hybrid":
+        target = tiny_hybrid("qwen3_5_text")
+        return SpeculativeDecoder(target, perturbed(target, 0.02), **settings)
+    return SpeculativeDecoder(shared_tiny("llama"), DRAFTS[kind]("llama"), **settings)
+
+
+def in_turns(streams: list[Iterator[Step]]) -> list[list[Step]]:
+    steps: list[list[Step]] = [[] for _ in streams]
+    for turn in zip_longest(*streams):
+        for own, step in zip(steps, turn, strict=True):
+            own += [] if step is None else [step]
+    return steps
+
+
+def assert_texts_alone(loop: SpeculativeDecoder) -> None:
+    expected = [new_tokens(loop.generate(**call)) for call in CALLS]
+    # The third never begins before the others have ended.
+    streams = [loop.stream(**call) for call in (*CALLS, CALLS[0])]
+    steps = in_turns(streams[:2])
+    assert [streamed(own, len(texts)) for own, texts in zip(steps, expected, strict=True)] == expected
+    assert streamed(list(streams[2]), 3) == expected[0]
+
+
+KINDS = ("nothing", "prompt lookup", "perturbed", "hierarchical", "eagle 3", "dflash", "mtp", "hybrid")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_of_a_decoder(kind: str) -> None:
+    assert_texts_alone(decoder(kind, compile=False))
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "uncompiled")
+@pytest.mark.parametrize("kind", ["perturbed", "eagle 3"])
+def test_streams_of_compiled_steps(kind: str) -> None:
+    """Of one shape: both have the tensors of the compiled step in turns."""
+    loop = decoder(kind, compile=True, max_length=40)
+    calls = [CALLS[1], CALLS[1] | {"input_ids": OTHER_IDS + 1, "seed": 3}]
+    expected = [loop.generate(**call) for call in calls]
+    batches = [loop._begin(call.pop("input_ids"), call) for call in (dict(call) for call in calls)]
+    in_turns([loop._steps(*each) for each in batches])
+    for (batch, _), output in zip(batches, expected, strict=True):
+        assert torch.equal(batch.output().sequences, output.sequences)
+        assert torch.allclose(batch.output().logprobs, output.logprobs, atol=1e-5, equal_nan=True)
+
+
+def test_without_reading_again_the_text_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batch, "read_again", lambda batch: None)
+    loop, calls = decoder("perturbed"), [CALLS[1], CALLS[1] | {"input_ids": OTHER_IDS + 1}]
+    expected = [new_tokens(loop.generate(**call)) for call in calls]
+    assert [streamed(steps, 2) for steps in in_turns([loop.stream(**call) for call in calls])] != expected
+
+
+class Reads(DraftSource):
+    """Has read the hidden states of texts, as many as it says."""
+
+    feature_layers = (1,)
+
+    def start(self, tokens: Any, lengths: Any, *rest: Any) -> None:
+        self.lengths = lengths.tolist()
+
+    def propose(self, tokens: Any, lengths: Any, *rest: Any) -> Any:
+        assert len(self.lengths) == len(lengths)
+        return DRAFTS["n-gram"]("llama").propose(tokens, lengths, *rest)
+
+
+@pytest.mark.parametrize("shared", ["target", "draft", "draft of a draft", "draft that reads features"])
+def test_streams_of_decoders_that_share_a_model(shared: str) -> None:
+    target, small = (PairModel(random_table(8, seed)) for seed in (5, 6))
+    ids = torch.tensor([[1, 2], [3, 4]])
+    if shared == "draft that reads features":
+        reads = Reads()
+        loops = [SpeculativeDecoder(shared_tiny(family), reads, sampling=GREEDY) for family in ("llama", "gpt2")]
+    else:
+        own = {"draft": small, "draft of a draft": HierarchicalDraft(PairModel(random_table(8, 7)), small)}.get(shared)
+        other = target if shared == "target" else PairModel(target.table)
+        loops = [
+            SpeculativeDecoder(target, own, sampling=GREEDY),
+            SpeculativeDecoder(other, own and small, sampling=GREEDY),
+        ]
+    calls = [{"input_ids": ids, "max_new_tokens": 9}, {"input_ids": ids[:1] + 1, "max_new_tokens": 9}]
+    expected = [new_tokens(loop.generate(**call)) for loop, call in zip(loops, calls, strict=True)]
+    steps = in_turns([loop.stream(**call) for loop, call in zip(loops, calls, strict=True)])
+    assert [streamed(own, len(texts)) for own, texts in zip(steps, expected, strict=True)] == expected
+
+
+def test_a_call_inside_a_call() -> None:
+    """Also after the last step."""
+    loop = decoder("perturbed")
+    expected = [new_tokens(loop.generate(**call)) for call in CALLS]
+    found: list[list[list[int]]] = []
+    outer = loop.generate(**CALLS[0], streamer=lambda step: found.append(new_tokens(loop.generate(**CALLS[1]))))
+    assert new_tokens(outer) == expected[0] and len(found) > 3 and all(texts == expected[1] for texts in found)
+
+
+def test_each_keeps_its_autocast() -> None:
+    loop = SpeculativeDecoder(tiny("llama").float(), sampling=GREEDY)
+    call: dict[str, Any] = {"max_new_tokens": 12, "logprobs": "raw"}
+    plain = loop.generate(OTHER_IDS, **call).logprobs[:, 5:]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = loop.generate(OTHER_IDS, **call).logprobs[:, 5:]
+        batch, stream = loop._begin(OTHER_IDS, call)
+    in_turns([loop._steps(batch, stream), loop.stream(OTHER_IDS, **call)])
+    found, other = batch.output().logprobs[:, 5:], loop.output().logprobs[:, 5:]
+    assert torch.allclose(other, plain, atol=1e-5)
+    assert float((found - rounded).abs().max()) < 0.5 * float((plain - rounded).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["perturbed", "mtp"])
+def test_a_session_goes_on_beside_other_calls(kind: str) -> None:
+    """While its rows are in use, while some are free, and while all are."""
+    loop = decoder(kind)
+    requests = [Request(prompt, 6 + 4 * place, seed=place) for place, prompt in enumerate([*PROMPTS, [7, 7]])]
+    expected = many(loop, requests, 2)
+    others = [loop.generate(**call) for call in CALLS]
+    with loop.session(2, max_length=60, logprobs="raw") as session:
+        handles = []
+        for request in requests:
+            handles.append(session.submit(request))
+            for call, output in zip(CALLS, others, strict=True):
+                session.step()
+                assert torch.equal(loop.generate(**call).sequences, output.sequences)
+        while not session.is_idle:
+            session.step()
+            loop.generate(**CALLS[0])
+        handles.append(session.submit(requests[0]))
+        while not session.is_idle:
+            session.step()
+    found = [handle.result(0) for handle in handles]
+    assert [each.new_tokens.tolist() for each in found] == [*expected, expected[0]]
+    reference = alone(loop, requests[3], logprobs="raw").logprobs
+    assert torch.allclose(found[3].logprobs, reference[0, len(requests[3].input_ids) :], atol=1e-4)
+
+
+def test_what_was_read_besides_tokens_is_not_read_again() -> None:
+    loop = SpeculativeDecoder(shared_tiny("t5"), sampling=GREEDY)
+    stream = loop.stream(IDS, attention_mask=MASK, max_new_tokens=6, inputs=encoder_inputs("t5"))
+    next(stream)
+    loop.generate(IDS, attention_mask=MASK, max_new_tokens=2, inputs=encoder_inputs("t5"))
+    with pytest.raises(RuntimeError, match="inputs: expected to go on before another call"):
+        next(stream)
+
+
+def test_images_are_not_read_again() -> None:
+    """But a text without images goes on, also in a row that had some before."""
+    family = "llava"
+    rows = prompts(family)
+    requests = [Request(list(row.tokens), 8, inputs=images(family, [row]) or None, eos_token_id=()) for row in rows]
+    loop = SpeculativeDecoder(vision_model(family), sampling=GREEDY)
+    session = loop.session(1, max_length=80)
+    for request, text in zip(requests[:2], expected(family), strict=False):
+        handle = session.submit(request)
+        session.step()
+        if request.inputs is None:
+            loop.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+        while not handle.done:
+            session.step()
+        assert handle.result().new_tokens.tolist() == text[:8]
+    session.submit(requests[0])
+    session.step()
+    loop.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    with pytest.raises(RuntimeError, match="inputs: expected to go on before another call"):
+        session.step()

@@ -1,0 +1,301 @@
+"""Runs steps, eagerly or compiled or on CUDA as captured graphs, and keeps what was compiled and captured for them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import compilation
+from ..compilation import CompiledPieces, compile_errors_named
+from ..drafts import Draft, DraftSource, LanguageModel
+from ..drafts.base import static_tensors_of
+from ..grammars import Grammar
+from .grammar import MAX_FORCED, all_allowed
+from .graphs import CapturedStep, capture, capture_in_two, parts_of
+from .models import models_of
+from .state import DecodeState, copy_state, moved, shape_of, tensors_of
+from .step import StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
+
+__all__ = ["CompiledSteps"]
+
+# The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
+CAPACITY_MULTIPLE = 64
+
+
+class StateOwner(Protocol):
+    state: DecodeState
+
+
+def _nobody() -> None:
+    return None
+
+
+class CompiledSteps:
+    """The steps of a target and a draft. It has no rows: each call gets the state of its batch.
+
+    Args:
+        target, draft, verify: the parts of a step.
+        buckets: the values of K that compiled steps have, ascending.
+        compile: as `SpeculativeDecoder` takes it.
+        one_graph: compile a step as a single graph instead of in pieces.
+
+    Attributes:
+        compiled, compile_reason: whether steps are compiled, and why.
+        ready: the keys (K, whether there is a bitmask) of steps that are compiled and captured, and the seconds that a
+            captured one takes.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: DraftSource | None,
+        verify: Verifier,
+        buckets: Sequence[int],
+        *,
+        compile: bool | str = False,
+        one_graph: bool = False,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.verify = verify
+        self.one_graph = one_graph
+        self.compiled = False
+        self.ready: dict[tuple[int, bool], float | None] = {}
+        self._buckets = buckets
+        self._compile = compile
+        self._num_eager_steps = 0
+        self._pieces = CompiledPieces()
+        # What compiled pieces take as constant.
+        self._shape: Hashable = None
+        # The state whose tensors the graphs read and write, and whose it is.
+        self._static: DecodeState | None = None
+        self._owner: Callable[[], StateOwner | None] = _nobody
+        # Of the models, when they were looked at last.
+        self._versions: list[Any] = []
+        self._compile_keys: tuple[Hashable, ...] = ()
+        self._graphs: dict[tuple[int, bool], CapturedStep] = {}
+        # The tensors that the graphs read and write, held so that no new tensor can take their addresses.
+        self._captured: list[Tensor] = []
+        # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
+        self._capture_stream: torch.cuda.Stream | None = None
+        self.choose_compile(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Graphs belong to a process, and the text of a batch to its caller.
+        own: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
+        return vars(self) | own | {"_static": None, "_owner": _nobody}
+
+    def choose_compile(self, num_new_tokens: float) -> None:
+        """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.
+
+        Args:
+            num_new_tokens: of the longest row of the batch to come.
+        """
+        models = models_of(self.target, self.draft)
+        obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
+        if self.compiled and obstacle is None:
+            return
+        self.compiled, self.compile_reason = compilation.choice(
+            self._compile,
+            self.target.device,
+            num_steps=self._num_eager_steps + num_new_tokens / (max(self._buckets) + 1),
+            obstacle=obstacle,
+            drafts_vary=self.draft is not None and self.draft.deterministic,
+        )
+
+    def capacity(self, longest: int) -> int:
+        """Slots for the longest sequence, and for the drafts of a step beyond it."""
+        slots = longest + self.most_drafts + 1
+        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
+
+    @property
+    def fewest_drafts(self) -> int:
+        """Of a row in a compiled step."""
+        return min(self._buckets)
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a row in a step, with those that its grammar forces."""
+        return max(*self._buckets, self.max_forced)
+
+    @property
+    def max_forced(self) -> int:
+        """How many tokens that grammars force may a row get in a step, instead of K drafts."""
+        return MAX_FORCED if self.draft is None and not self.compiled else 0
+
+    def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
+        if self.one_graph and any(grammar is not None for grammar in grammars):
+            raise NotImplementedError(
+                "grammar: a step that is one graph asks the host nothing; expected one_graph=False"
+            )
+
+    def place(self, owner: StateOwner, inputs: Hashable = None) -> DecodeState:
+        """The state that compiled steps read and write, with the values of its new owner: graphs hold the addresses.
+
+        Args:
+            inputs: the shapes of what the target reads besides the tokens.
+        """
+        state, before = owner.state, self._owner()
+        if before is not None and before is not owner:
+            before.state = moved(before.state, self.target.device, before.state.capacity)
+        self._owner = weakref.ref(owner)
+        shape = shape_of(state), inputs
+        if shape != self._shape:
+            # The newest step may still be running. The models get the graphs' memory for the new batch.
+            self.synchronize()
+            self._forget_graphs()
+        if self._static is None or shape_of(self._static) != shape_of(state):
+            self._static = state
+        self._shape = shape
+        copy_state(self._static, state)
+        return self._static
+
+    def compile_draft(self, *, is_fixed: bool) -> None:
+        """Let a draft that compiles itself do so for the shape in use, or not."""
+        # The `compile` of a source that is a module may be that of `nn.Module`.
+        if self.draft is not None and self.draft.compiles_itself:
+            # The draft has no pieces of its own if the step is one graph.
+            key = self._shape, self._compile_keys
+            self.draft.compile(key if is_fixed and not self.one_graph else None)
+
+    def follow_models(self) -> bool:
+        """Called when the models were looked at. If any has changed, forget the graphs; compiled pieces are kept, which
+        torch and their keys tell apart. Returns whether any has."""
+        models = models_of(self.target, self.draft)
+        versions = [getattr(model, "version", 0) for model in models]
+        has_changed = versions != self._versions
+        if has_changed:
+            self._versions = versions
+            self._compile_keys = tuple(getattr(model, "compile_key", None) for model in models)
+            self._forget_graphs()
+        return has_changed
+
+    def keep_valid_graphs(self) -> None:
+        """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
+        batch: a model has a new cache if another decoder used it in between."""
+        if self.target.device.type != "cuda":
+            return
+        parts = [self.target] if self.draft is None else [self.target, self.draft]
+        tensors = static_tensors_of(*parts)
+        static = [part for tensor in tensors or () for part in parts_of(tensor)]
+        found = [*(tensors_of(self._static).values() if self._static is not None else ()), *static]
+        if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
+            self._forget_graphs()
+        self._captured = found
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self.ready.clear()
+        self._captured = []
+
+    def prepare(self, state: DecodeState, num_draft_tokens: int, masked: bool = False) -> float:
+        """Compile and capture the step for this K, with or without a bitmask, if it is not ready; returns the seconds
+        that took."""
+        if (num_draft_tokens, masked) in self.ready:
+            return 0.0
+        started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
+        plan = StepPlan(num_draft_tokens, is_fixed=True, masks=masks)
+        with _all_finished(state), compile_errors_named():
+            seconds = None
+            if self.target.device.type == "cuda":
+                seconds = self._replay_seconds(self._capture(state, plan), plan)
+            else:
+                self._step(state, plan)
+            self.ready[num_draft_tokens, masked] = seconds
+        return time.perf_counter() - started
+
+    def _replay_seconds(self, step: CapturedStep, plan: StepPlan) -> float:
+        """The time of a captured step; it must change no row."""
+        seconds = []
+        for _ in range(3):
+            self.synchronize()
+            started = time.perf_counter()
+            step.replay(plan.masks)
+            self.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    def synchronize(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+    def run(self, state: DecodeState, plan: StepPlan) -> tuple[Tensor, float | None]:
+        """Run one step.
+
+        Returns:
+            The step's record; and the time (`time.perf_counter`) at which the drafts were there, None if they are no
+            part of their own.
+        """
+        self._num_eager_steps += not self.compiled
+        captured = self._graphs.get((plan.num_draft_tokens, plan.masks is not None)) if plan.is_fixed else None
+        return self._step(state, plan) if captured is None else (captured.replay(plan.masks), None)
+
+    def _step(self, state: DecodeState, plan: StepPlan) -> tuple[Tensor, float | None]:
+        num_draft_tokens, is_fixed = plan.num_draft_tokens, plan.is_fixed
+        if is_fixed and self.one_graph:
+            step = self._piece(speculative_step, num_draft_tokens)
+            return step(self.target, self.draft, state, num_draft_tokens, self.verify), None
+        proposal, bitmask = self._propose(state, num_draft_tokens, is_fixed), None
+        drafted = time.perf_counter()
+        if plan.masks is not None:
+            proposal, bitmask = plan.masks(proposal)
+        if not is_fixed:
+            return verify_and_commit(self.target, state, proposal, self.verify, bitmask, plan), drafted
+        if plan.choose is not None:
+            # All rows get as many, so that the step has a graph.
+            num_draft_tokens = max(plan.choose(*checked_drafts(proposal, state, self.target)))
+            first = replace(proposal, tokens=proposal.tokens[:, :num_draft_tokens].contiguous())
+            proposal = first if num_draft_tokens > 0 else self._propose(state, 0)
+            bitmask = None if bitmask is None else bitmask[:, : num_draft_tokens + 1].contiguous()
+        return self._verify(state, proposal, bitmask), drafted
+
+    def _propose(self, state: DecodeState, num_draft_tokens: int, is_fixed: bool = True) -> Draft:
+        compiles_itself = self.draft is None or self.draft.compiles_itself
+        draft = propose if compiles_itself or not is_fixed else self._piece(propose, num_draft_tokens)
+        return draft(self.draft, state, num_draft_tokens, self.target.vocab_size)
+
+    def _verify(self, state: DecodeState, proposal: Draft, bitmask: Tensor | None = None) -> Tensor:
+        verify = self._piece(verify_and_commit, proposal.tokens.shape[1], bitmask is not None)
+        record: Tensor = verify(self.target, state, proposal, self.verify, bitmask)
+        return record
+
+    def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
+        return self._pieces.get(function, self._shape, self._compile_keys, *key)
+
+    def _capture(self, state: DecodeState, plan: StepPlan) -> CapturedStep:
+        """Capture the whole step as one CUDA graph, or as two with the bitmask between them. Graphs of different steps
+        share a memory pool: they never run at the same time."""
+        stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.target.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        pool = next(iter(self._graphs.values())).verify.pool() if self._graphs else None
+        # The context also leaves the stream if a capture fails.
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step(state, plan)
+            if plan.masks is None:
+                graph, (record, _) = capture(stream, pool, self._step, state, plan)
+                step = CapturedStep(graph, record)
+            else:
+                step = capture_in_two(stream, pool, partial(self._propose, state), partial(self._verify, state), plan)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graphs[plan.num_draft_tokens, plan.masks is not None] = step
+        return step
+
+
+@contextmanager
+def _all_finished(state: DecodeState) -> Iterator[None]:
+    """All rows are marked as finished: a step emits nothing, and changes only cache slots that are not visible."""
+    finished = state.finished.clone()
+    try:
+        state.finished.fill_(True)
+        yield
+    finally:
+        state.finished.copy_(finished)

@@ -1,0 +1,193 @@
+"""Asks the schedule how many drafts each row gets, and tells it what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..drafts import Draft, DraftSource
+from ..schedules import NextStep, PastStep, Schedule
+from .rows import Row
+
+__all__ = ["PlannedStep", "Planner"]
+
+
+@dataclass
+class PlannedStep:
+    """A step, from its plan until its record was read.
+
+    Args:
+        rows: of the batch when it began.
+        active: those that had not ended.
+        asked: what the schedule was told last.
+        counts: the drafts that it chose for the active rows.
+        is_masked: a row has a grammar.
+        num_draft_tokens: K.
+        drafts: [B, K], where the schedule saw them; None = elsewhere.
+        seconds, draft_seconds: as in `PastStep`.
+    """
+
+    rows: list[Row]
+    active: list[int]
+    asked: NextStep
+    counts: list[int]
+    is_masked: bool
+    num_draft_tokens: int
+    drafts: list[list[int]] | None = None
+    seconds: float | None = None
+    draft_seconds: float = 0.0
+
+
+class Planner:
+    """Plans the steps of one batch.
+
+    Args:
+        schedule: chooses the number of drafts.
+        draft: makes them; None = there are none.
+
+    Attributes:
+        is_outgrown: all rows are longer than the draft can read.
+    """
+
+    def __init__(self, schedule: Schedule, draft: DraftSource | None) -> None:
+        self.is_outgrown = False
+        self._schedule = schedule
+        self._draft = draft
+        self._looks_up = draft is not None and draft.looks_up and draft.deterministic
+        schedule.reset()
+
+    def plan(
+        self,
+        rows: Sequence[Row],
+        ready: Iterable[tuple[int, bool]],
+        *,
+        is_fixed: bool,
+        is_refilled: bool,
+        sees_drafts: bool,
+    ) -> PlannedStep:
+        """The next step.
+
+        Args:
+            ready: the keys of compiled steps, K and whether there is a bitmask.
+            is_fixed, is_refilled: as in `NextStep`.
+            sees_drafts: the host sees drafts before the target reads them, without waiting for a device.
+        """
+        active = [index for index, row in enumerate(rows) if not row.ended]
+        going = [rows[index] for index in active]
+        rooms, buckets = self._rooms(going), self._schedule.buckets
+        is_masked = any(row.grammar is not None for row in going)
+        asked = NextStep(
+            texts=list(map(id, going)),
+            # Which compiled steps have few drafts because there is little room is not for the schedule to decide.
+            rooms=[max(buckets) if room > 0 else 0 for room in rooms] if is_fixed else rooms,
+            left=[row.limit - row.length for row in going],
+            num_rows=len(rows),
+            is_fixed=is_fixed,
+            is_refilled=is_refilled,
+            looks_up=self._looks_up,
+            # Compiled steps with one K leave nothing to choose.
+            asks_again=self._looks_up and sees_drafts and not (is_fixed and len(buckets) == 1),
+        )
+        counts = self._counts(asked)
+        wanted, needed = max(counts, default=0), max(rooms, default=0)
+        num_draft_tokens = self._smallest_sufficient(wanted, needed, ready, is_fixed=is_fixed, is_masked=is_masked)
+        return PlannedStep(list(rows), active, asked, counts, is_masked, num_draft_tokens)
+
+    def _rooms(self, going: Sequence[Row]) -> list[int]:
+        """The most drafts that each of these rows, which have not ended, can use; the last token needs none."""
+        readable = None if self._draft is None else self._draft.max_length
+        left = [row.limit - row.length - 1 for row in going]
+        most = left
+        if readable is not None:
+            most = [min(readable + 1 - row.length, room) for row, room in zip(going, left, strict=True)]
+        self.is_outgrown = max(most, default=0) <= 0 < max(left, default=0)
+        return [max(room, 0) for room in most]
+
+    def _smallest_sufficient(
+        self, wanted: int, needed: int, ready: Iterable[tuple[int, bool]], *, is_fixed: bool, is_masked: bool
+    ) -> int:
+        """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
+        any K, a compiled one those of the schedule's buckets, and 0 if the draft can read no row any more."""
+        if not is_fixed:
+            return min(wanted, needed)
+        if self.is_outgrown:
+            return 0
+        buckets = self._schedule.buckets
+        wanted = max((count for count in buckets if count <= wanted), default=min(buckets))
+        sufficient = (count for count, has_mask in ready if has_mask == is_masked and count >= needed)
+        return min([wanted, *sufficient])
+
+    def _counts(self, asked: NextStep) -> list[int]:
+        schedule = self._schedule
+        counts, limits = list(schedule.plan(asked)), asked.at_most(max(schedule.buckets))
+        are_numbers = len(counts) == len(limits) and all(isinstance(own, int) for own in counts)
+        if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
+            raise ValueError(
+                f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
+                f"got {counts}"
+            )
+        return counts
+
+    def choose(
+        self, step: PlannedStep, ready: Iterable[tuple[int, bool]], proposal: Draft, num_proposed: Tensor
+    ) -> list[int]:
+        """How many drafts of each row to verify (`StepPlan.choose`)."""
+        offered = num_proposed.tolist()
+        if self._draft is None:
+            # A grammar forces these.
+            return offered
+        chosen = [offered[index] for index in step.active]
+        if step.asked.asks_again:
+            chosen = self._ask_again(step, proposal, chosen)
+        else:
+            chosen = list(map(min, step.counts, chosen))
+        if step.asked.is_fixed:
+            step.num_draft_tokens = self._smallest_sufficient(
+                step.num_draft_tokens, max(chosen, default=0), ready, is_fixed=True, is_masked=step.is_masked
+            )
+            return [step.num_draft_tokens] * len(offered)
+        counts = [0] * len(offered)
+        for index, count in zip(step.active, chosen, strict=True):
+            counts[index] = count
+        return counts
+
+    def _ask_again(self, step: PlannedStep, proposal: Draft, offered: list[int]) -> list[int]:
+        matches = None if proposal.matches is None else proposal.matches[step.active].tolist()
+        step.asked = replace(step.asked, offered=offered, matches=matches)
+        step.drafts, chosen = proposal.tokens.tolist(), self._counts(step.asked)
+        # Tokens that a grammar forces are certain.
+        forced = (step.rows[index].grammar is not None for index in step.active)
+        return [most if is_forced else few for most, few, is_forced in zip(offered, chosen, forced, strict=True)]
+
+    def learn_time(self, step: PlannedStep, seconds: float) -> None:
+        """Tell the schedule how long the captured step takes, before it has run for any text."""
+        timed = PastStep(step.asked, (), (), num_draft_tokens=step.num_draft_tokens, seconds=seconds)
+        self._schedule.learn(timed)
+
+    def learn(
+        self, step: PlannedStep, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]
+    ) -> None:
+        """Tell the schedule what became of a step: the tokens that each row got, and drafts accepted and proposed."""
+        known = right = None
+        if step.drafts is not None and step.asked.offered is not None:
+            # Drafts that a grammar has changed say nothing of lookups.
+            new = [tokens[index] if step.rows[index].grammar is None else [] for index in step.active]
+            known = list(map(min, step.asked.offered, map(len, new)))
+            right = [
+                next((place for place in range(count) if drafts[place] != own[place]), count)
+                for count, own, drafts in zip(known, new, (step.drafts[index] for index in step.active), strict=True)
+            ]
+        self._schedule.learn(
+            PastStep(
+                step.asked,
+                proposed=[num_proposed[index] for index in step.active],
+                accepted=[num_accepted[index] for index in step.active],
+                num_draft_tokens=step.num_draft_tokens,
+                known=known,
+                right=right,
+                seconds=step.seconds,
+                draft_seconds=step.draft_seconds,
+            )
+        )
