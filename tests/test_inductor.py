@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow
 from op_cases import VERIFY_OPS, op_arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -63,7 +64,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("op", [*VERIFY_OPS, "sample", "sample_gumbel"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [slow(False), True])
 def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
     more: dict[str, Any] = {"alpha": -4.0, "beta": 3.0} if op == "verify_sigmoid" else FILTERS
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chains import TRIALS, Uniforms, V, chain_p_values, emit, expect_caught, expect_laws, tables
+from marks import slow
 from op_cases import check, equal
 from oracle import Case, sample_inputs
 from report import Report
@@ -36,7 +37,7 @@ def shared_cases(vocab_size: int) -> list[Case]:
 
 
 # 33, 33, 33 and 31 columns; 9 and 8; one rank with a column and three without.
-SPLITS = [Split(130, draft_is_whole=True), Split(17, num_ranks=2), Split(1)]
+SPLITS = [slow(Split(130, draft_is_whole=True)), Split(17, num_ranks=2), Split(1)]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split.vocab_size}-over-{split.num_ranks}")
@@ -163,7 +164,7 @@ def residual_normalised_per_shard(x: Tensor, shards: Any) -> Tensor:
     return every
 
 
-@pytest.mark.parametrize("kind, num_drafts", [("opposite", 2), ("close", 1), (None, 2)])
+@pytest.mark.parametrize("kind, num_drafts", [("opposite", 2), slow("close", 1), slow(None, 2)])
 def test_tokens_follow_the_target(kind: str | None, num_drafts: int, report: Report) -> None:
     """16 tokens over four ranks: the marginals and joint laws of three tokens, as in test_laws."""
     first, *others = in_ranks(emit_sharded, 21, kind, num_drafts)
@@ -249,7 +250,7 @@ FOUR, TWO = Split(17), Split(17, num_ranks=2)
 @pytest.mark.parametrize(
     "backend, dtensor, split",
     [
-        ("aot_eager", False, TWO),
+        slow("aot_eager", False, TWO),
         ("aot_eager", True, FOUR),
         pytest.param("inductor", False, TWO, marks=pytest.mark.slow),
     ],

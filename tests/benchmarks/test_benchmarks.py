@@ -132,6 +132,7 @@ def test_many() -> None:
     assert records[0]["tokens_per_row_and_step"] > records[2]["tokens_per_row_and_step"] == 1
 
 
+@pytest.mark.slow
 def test_schedule() -> None:
     """A draft that is always wrong gets few drafts, and no text changes."""
     options = ["bytes", "--rounds", "1", "--new-tokens", "24", "--constants", "3"]
@@ -150,6 +151,7 @@ def test_hybrid() -> None:
     assert all(each["forwards_of_transformers"] > 0 for each in records)
 
 
+@pytest.mark.slow
 def test_grammar() -> None:
     """With the schema the texts are transformers'; with a grammar of any text, those of none."""
     options = ["--target", "austen-bytes", "--prompts", "1", "--rounds", "1", "--new-tokens", "24"]
@@ -161,6 +163,7 @@ def test_grammar() -> None:
     assert records["no draft", "llguidance"]["tokens_per_step"] > 1 == records["no draft", "none"]["tokens_per_step"]
 
 
+@pytest.mark.slow
 def test_trained_drafts_are_compared(tmp_path: Path) -> None:
     save_head(new_head(vocab_size=256, draft_vocab_size=256, target_hidden_size=128), tmp_path / "head")
     options = ["--prompts", "4", "--batch", "2", "--new-tokens", "24", "--rounds", "1", "--num-draft-tokens", "3"]

@@ -34,6 +34,7 @@ def is_as_generate(model: Any, draft: Any, **options: Any) -> bool:
     return new_tokens(output) == [greedy_alone(model, prompt, NEW) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_inductor_compiles_a_whole_step() -> None:
     model = tiny_hybrid("lfm2", num_hidden_layers=2, **KINDS["lfm2"])
     assert is_as_generate(model, PromptLookup(1, 1), compile=True, one_graph=True)

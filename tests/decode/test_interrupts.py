@@ -152,7 +152,6 @@ CALLS: dict[str, Callable[[Any], Call]] = {
 }
 # The places of the package where a call is interrupted.
 QUICK = {
-    "early exit": ("hf/", "drafts/"),
     "session of a table": (
         "decode/session.py",
         "decode/requests.py",

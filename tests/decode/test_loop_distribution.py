@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from chains import expect_caught, expect_laws
+from marks import slow
 from report import Report
 from tiny_laws import (
     FEWER_TRIALS,
@@ -46,29 +47,29 @@ from torch_specops.schedules import Auto, NextStep, PastStep
     ("kind", "num_draft_tokens", "temperature", "verify", "filters"),
     [
         ("nothing", 1, 0.7, "exact", {}),
-        ("opposite", 1, 1.0, "exact", {}),
+        slow("opposite", 1, 1.0, "exact", {}),
         ("opposite", 3, 0.7, "exact", {}),
         ("close", 2, 0.7, "exact", {}),
         ("prompt lookup", 3, 0.7, "exact", {}),
-        ("n-gram", 2, 1.0, "exact", {}),
+        slow("n-gram", 2, 1.0, "exact", {}),
         ("n-gram with counts", 2, 0.7, "exact", {}),
-        ("n-gram with two continuations", 3, 0.8, "exact", {}),
+        slow("n-gram with two continuations", 3, 0.8, "exact", {}),
         ("over prompt lookup", 3, 0.7, "exact", {}),
-        ("over n-gram", 2, 1.2, "exact", {"top_k": 3}),
-        ("over n-gram", 4, 1.3, "exact", {}),
-        ("over a model", 3, 0.7, "exact", {}),
+        slow("over n-gram", 2, 1.2, "exact", {"top_k": 3}),
+        slow("over n-gram", 4, 1.3, "exact", {}),
+        slow("over a model", 3, 0.7, "exact", {}),
         ("over a model", 3, 1.2, "block", {"top_k": 5}),
-        ("over counts", 3, 1.3, "exact", {"top_p": 0.9}),
+        slow("over counts", 3, 1.3, "exact", {"top_p": 0.9}),
         ("other vocabulary", 2, 1.0, "exact", {}),
         ("nothing", 1, 1.2, "exact", {"top_k": 3, "top_p": 0.8}),
         ("close", 3, 1.2, "exact", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
-        ("n-gram with counts", 2, 1.2, "exact", {"min_p": 0.3}),
+        slow("n-gram with counts", 2, 1.2, "exact", {"min_p": 0.3}),
         ("prompt lookup", 3, 1.2, "exact", {"top_k": 4, "top_p": 0.85}),
-        ("close", 2, 1.2, "block", {}),
+        slow("close", 2, 1.2, "block", {}),
         ("opposite", 3, 1.2, "block", {}),
-        ("close", 3, 1.2, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
-        ("prompt lookup", 2, 1.2, "block", {"top_k": 4}),
-        ("n-gram with counts", 3, 1.2, "block", {"top_p": 0.8}),
+        slow("close", 3, 1.2, "block", {"top_k": 5, "top_p": 0.9, "min_p": 0.1}),
+        slow("prompt lookup", 2, 1.2, "block", {"top_k": 4}),
+        slow("n-gram with counts", 3, 1.2, "block", {"top_p": 0.8}),
     ],
 )
 def test_sampled_text_has_the_law_of_the_target(
@@ -129,7 +130,7 @@ class ByThePast(Auto):
         self.rejected = {text for text, proposed, accepted in counts if accepted == 0 < proposed}
 
 
-@pytest.mark.parametrize("verify", ["exact", "block", "gumbel"])
+@pytest.mark.parametrize("verify", ["exact", slow("block"), slow("gumbel")])
 def test_a_schedule_that_goes_by_the_past_keeps_the_law(verify: str, report: Report) -> None:
     """Each row has its own number of drafts."""
     schedule = ByThePast()

@@ -97,6 +97,7 @@ def test_wrong_drafts_of_the_draft_model_are_caught(report: Report) -> None:
         expect_caught(report, f"drafts, {name}", p_values(drafts_of(draft, 3).tokens, pair_laws(SMALL)))
 
 
+@pytest.mark.slow
 def test_wrong_drafts_are_caught_in_the_emitted_text(report: Report) -> None:
     wrong = [*map(over_model, (Sharing, OfTheInner)), *map(over_lookup, (Believing, Picky))]
     for draft in wrong:

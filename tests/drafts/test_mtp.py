@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chains import expect_caught, expect_laws
+from marks import slow
 from report import Report
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values
 from tiny_loops import GREEDY, Given, Recording, new_tokens, streamed
@@ -67,14 +68,14 @@ PAUSES = [3, 1, 5, 0, 0, 2, 0, 1]
 @pytest.mark.parametrize(
     ("kind", "depth", "counts", "compiled"),
     [
-        ("deepseek_v3", 2, PAUSES, False),
-        ("glm4_moe", 1, [1], True),
+        slow("deepseek_v3", 2, PAUSES, False),
+        slow("glm4_moe", 1, [1], True),
         ("glm4_moe", 3, PAUSES, False),
-        ("mellum", 1, [3], False),
+        slow("mellum", 1, [3], False),
         ("qwen2", 3, PAUSES, True),
-        ("qwen3_next", 1, [2], False),
+        slow("qwen3_next", 1, [2], False),
         ("qwen3_5_text", 2, PAUSES, False),
-        ("qwen3_5_moe_text", 1, [1, 0], False),
+        slow("qwen3_5_moe_text", 1, [1, 0], False),
     ],
 )
 def test_drafts_are_those_of_a_plain_computation(

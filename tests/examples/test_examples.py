@@ -70,7 +70,7 @@ NEEDS_SMOLLM2 = pytest.mark.skipif(not smollm2_is_converted(), reason="SmolLM2 i
     "name",
     [
         pytest.param("quickstart.py", marks=NEEDS_SMOLLM2),
-        pytest.param("structured_output.py", marks=NEEDS_SMOLLM2),
+        pytest.param("structured_output.py", marks=[NEEDS_SMOLLM2, pytest.mark.slow]),
         "rollouts.py",
         "eagle3.py",
     ],
@@ -144,12 +144,14 @@ def test_check_lossless(run: Run) -> None:
     assert len(re.findall("breaks$", wrong, re.MULTILINE)) >= 2 and "breaks" not in right
 
 
+@pytest.mark.slow
 def test_check_engine(run: Run) -> None:
     *right, wrong = run("check_engine.py", "--trials", "1000").split("transformers")[:3]
     assert all("No bias seen in 3 settings." in text for text in right)
     assert "Not the target's law: temperature 0.7, top-p 0.9; top-k 3 (2 of 3 settings)." in wrong
 
 
+@pytest.mark.slow
 def test_compiled_loop_is_one_graph(run: Run, monkeypatch: pytest.MonkeyPatch, models: dict[str, str]) -> None:
     graphs = []
 
@@ -188,6 +190,7 @@ def test_compiled_loop_as_it_is() -> None:
     assert "one compiled graph" in in_a_process(str(EXAMPLES / "compiled_loop.py"), "--width", "24")
 
 
+@pytest.mark.slow
 def test_tensor_parallel() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     output = in_a_process(*torchrun, str(EXAMPLES / "tensor_parallel.py"), "--width", "24")

@@ -105,6 +105,7 @@ def check_in_a_fresh_process(path: Path, cases: list[Any]) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_verification_in_a_fresh_process(folder: Path) -> None:
     """The package needs neither torch_specops nor any of its modules, and takes any batch."""
     inputs = [package.verify_inputs(batch, seed=batch) for batch in BATCHES]

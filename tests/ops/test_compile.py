@@ -24,15 +24,16 @@ def assert_one_graph() -> None:
     assert not counters["graph_break"]
 
 
+QUICK = ("verify_exact", "verify_gumbel")
 SLOW = [(op, "inductor", False) for op in OPS[:-1]]
-SLOW += [(op, "inductor", True) for op in ("filter_logits", "verify_exact")]
+SLOW += [(op, "inductor", True) for op in ("filter_logits", "verify_exact", "sample")]
+SLOW += [(op, "aot_eager", False) for op in OPS[:-1] if op not in QUICK]
 
 
 @pytest.mark.parametrize(
     ("op", "backend", "filtered"),
     [
-        *((op, "aot_eager", False) for op in OPS[:-1]),
-        ("sample", "inductor", True),
+        *((op, "aot_eager", False) for op in QUICK),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from chains import ALPHA, START, TRIALS, Uniforms, V, Verify, chain_p_values, emit, expect_caught, expect_laws, tables
 from chains import short_tiles as short_tiles
+from marks import slow
 from report import Report
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def test_tokens_follow_the_target(op: str, draft_kind: str, num_drafts: int, rep
 
 
 @pytest.mark.parametrize("option", ["one-hot", "draft_lse", "padded", "counter-based"])
-@pytest.mark.parametrize("op, num_drafts", [("verify_exact", 2), ("verify_block", 3)])
+@pytest.mark.parametrize("op, num_drafts", [("verify_exact", 2), slow("verify_block", 3)])
 def test_tokens_follow_the_target_with_every_option(op: str, num_drafts: int, option: str, report: Report) -> None:
     target, draft = tables(43, "opposite" if option == "draft_lse" else "close")
     t = 0.8 if option == "draft_lse" else 1.0
@@ -189,12 +190,12 @@ def rejection_with_the_complement(propose: Tensor, **args: Any) -> tuple[Tensor,
     ("name", "wrong", "draft_kind"),
     [
         ("p in place of the residual", residual_replaced_by_p, "opposite"),
-        ("p in place of the residual", residual_replaced_by_p, "one-hot"),
-        ("the draft's number draws the next token", reusing("propose", "sample_uniforms"), "opposite"),
+        slow("p in place of the residual", residual_replaced_by_p, "one-hot"),
+        slow("the draft's number draws the next token", reusing("propose", "sample_uniforms"), "opposite"),
         ("the test's number draws the next token", reusing("accept_uniforms", "sample_uniforms"), "opposite"),
         ("the draft's number in the test", reusing("propose", "accept_uniforms"), "opposite"),
         ("a walk that does not stop", walk_that_does_not_stop, "close"),
-        ("rejection at u > 1 - p / q", rejection_with_the_complement, "close"),
+        slow("rejection at u > 1 - p / q", rejection_with_the_complement, "close"),
     ],
 )
 def test_wrong_sampler_is_caught(name: str, wrong: Verify, draft_kind: str, report: Report) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from aot_example import MAX_NEW_TOKENS, NUM_DRAFTS, PROMPTS, decode, step_state, tiny_pair, tiny_step
+from marks import slow
 from op_cases import OPS, Call, assert_equal, op_arguments, tensor_arguments
 from tiny_models import padded
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
 @pytest.mark.parametrize(
     ("op", "filtered", "strict"),
     # Strict export traces with Dynamo, as `test_compile.py` does every op; one is enough here.
-    [*((op, True, False) for op in OPS), ("verify_exact", False, True)],
+    [*(slow(op, True, False) for op in OPS), ("verify_exact", False, True), ("verify_gumbel", True, False)],
 )
 def test_export_keeps_one_op(op: str, filtered: bool, strict: bool, tmp_path: Path) -> None:
     given = tensor_arguments(op, filtered=filtered)

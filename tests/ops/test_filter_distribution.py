@@ -10,6 +10,7 @@ import pytest
 import torch
 from chains import START, TRIALS, Uniforms, Verify, chain_p_values, emit, expect_caught, expect_laws, probabilities
 from chains import tables as chain_tables
+from marks import slow
 from report import Report
 from torch import Tensor
 
@@ -121,9 +122,9 @@ def no_filter(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
     [
         ("the right order", other_order("top_k", "top_p", "min_p")),
         ("q before the filters", q_before_the_filters),
-        ("top_p before top_k", other_order("top_p", "top_k", "min_p")),
+        slow("top_p before top_k", other_order("top_p", "top_k", "min_p")),
         ("min_p before top_p", other_order("top_k", "min_p", "top_p")),
-        ("no filter", no_filter),
+        slow("no filter", no_filter),
     ],
 )
 def test_wrong_sampler_is_caught(name: str, wrong: Verify, report: Report) -> None:

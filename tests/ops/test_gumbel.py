@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from chains import LENGTH, START, V, chain_p_values, expect_caught, expect_laws, probabilities, tables
+from marks import slow
 from report import Report
 from torch import Tensor
 
@@ -122,7 +123,7 @@ def test_the_op_is_sampling_in_every_row() -> None:
         ("fresh noise after a mismatch", by_rows(lambda positions, i: positions + i, again=True)),
     ],
 )
-@pytest.mark.parametrize("draft_kind", ["close", "one-hot"])
+@pytest.mark.parametrize("draft_kind", ["close", slow("one-hot")])
 def test_wrong_sampler_is_caught(name: str, wrong: Verify, draft_kind: str, report: Report) -> None:
     target, draft = tables(1, "close")
     tokens, _ = emit(target, None if draft_kind == "one-hot" else draft, 2, verify=wrong)
@@ -135,7 +136,7 @@ def coupled(p: Tensor, q: Tensor) -> Tensor:
     return (1 / ratios.sum(1)).sum()
 
 
-@pytest.mark.parametrize("draft_kind", ["close", "opposite"])
+@pytest.mark.parametrize("draft_kind", ["close", slow("opposite")])
 def test_how_many_drafts_are_accepted(draft_kind: str) -> None:
     """With the noise of the target, with noise of one's own, which is lossless and accepts less, and of deterministic
     drafts."""

@@ -18,13 +18,7 @@ from torch_specops.ops.cuda.tiles import rounded_product  # noqa: E402
 
 # (target, first, step): of each kernel, which builds are compiled, so that the suite stays short.
 # `python benchmarks/kernel_resources.py` compiles all of them for any target.
-SHARES = [
-    ("sm_90", 0, 60),
-    *(
-        pytest.param(*share, marks=pytest.mark.slow)
-        for share in [("sm_90", 4, 10), ("sm_100", 15, 40), ("gfx942", 25, 40), ("sm_80", 5, 40)]
-    ),
-]
+SHARES = [("sm_90", 4, 10), ("sm_100", 15, 40), ("gfx942", 25, 40), ("sm_80", 5, 40)]
 
 
 def test_the_builds_are_those_of_launches() -> None:
@@ -41,6 +35,7 @@ def test_the_builds_are_those_of_launches() -> None:
     assert found == {(size, tile, given) for size in ("i32", "i64") for tile in aot.TILES for given in (True, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target, first, step", SHARES)
 def test_no_register_spills_and_all_lanes_have_the_same_sums(target: str, first: int, step: int) -> None:
     results = [aot.compile_build(build, target) for build in aot.share(first, step)]

@@ -109,6 +109,7 @@ def test_the_hash_of_the_noise_is_the_oracles() -> None:
     assert interpret("hashes") == [reference.noise_hash(*place, 64).tolist() for place in NOISE_PLACES]
 
 
+@pytest.mark.slow
 def test_attention_agrees_with_the_oracle() -> None:
     errors = interpret("attention")
     assert errors.pop("wrong") > 1

@@ -63,6 +63,7 @@ def test_no_name_is_missing() -> None:
     assert private.find("torch:no_such_name") is None
 
 
+@pytest.mark.slow
 def test_without_any_of_them(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     asked = tmp_path / "asked"

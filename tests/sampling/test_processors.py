@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from chains import expect_caught, expect_laws
+from marks import slow
 from report import Report
 from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, joint_law, make_draft, p_values
 from tiny_laws import prompts as law_prompts
@@ -118,13 +119,13 @@ def law_p_values(kind: str, num_draft_tokens: int, trials: int = TRIALS, **optio
 @pytest.mark.parametrize(
     ("kind", "num_draft_tokens", "options"),
     [
-        ("nothing", 1, {"top_k": 3}),
+        slow("nothing", 1, {"top_k": 3}),
         ("close", 3, {}),
         ("opposite", 2, {"verify": "block"}),
-        ("close", 2, {"top_k": 4, "top_p": 0.9}),
+        slow("close", 2, {"top_k": 4, "top_p": 0.9}),
         ("prompt lookup", 3, {}),
-        ("over prompt lookup", 3, {}),
-        ("n-gram with counts", 3, {"top_k": 3}),
+        slow("over prompt lookup", 3, {}),
+        slow("n-gram with counts", 3, {"top_k": 3}),
     ],
 )
 def test_sampled_text_has_the_law(kind: str, num_draft_tokens: int, options: dict[str, Any], report: Report) -> None:
@@ -195,8 +196,8 @@ def test_random_texts_as_transformers_has_them() -> None:
     ("backend", "kind"),
     [
         ("eager", "perturbed"),
-        ("eager", "hierarchical"),
-        ("eager", "n-gram with counts"),
+        slow("eager", "hierarchical"),
+        slow("eager", "n-gram with counts"),
         pytest.param("inductor", "perturbed", marks=pytest.mark.slow),
     ],
 )

@@ -1,5 +1,5 @@
-"""The statistics of `check_lossless`: p-values are uniform if the law holds, and a bias that it calls visible is seen as
-often as it says. Texts are drawn from known laws, without a loop.
+"""The statistics of `check_lossless`: p-values are uniform if the law holds, and a bias that it calls visible is seen
+as often as it says. Texts are drawn from known laws, without a loop.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from marks import slow
 from torch import Tensor
 
 from torch_specops.testing import LawTest, MarkovModel, chi_square, markov_pair, statistics
@@ -80,7 +81,7 @@ def test_a_right_loop_has_uniform_p_values_and_the_noise_of_the_report(trials: i
         assert abs(float((distances - by_chance).mean())) < 4 * float(distances.std()) / math.sqrt(repetitions)
 
 
-@pytest.mark.parametrize("index", [0, 2, 3])
+@pytest.mark.parametrize("index", [slow(0), 2, slow(3)])
 def test_a_visible_bias_is_seen_as_often_as_said(index: int) -> None:
     """At the effect that the report calls visible, and at smaller ones by the noncentral law."""
     trials, repetitions = 40_000, 250
