@@ -184,12 +184,13 @@ def tiny_step3p7(folder: Path, vocab: int) -> PreTrainedModel:
     return model
 
 
-def add_mtp_layer(folder: Path) -> None:
-    """Let the checkpoint of a Llama have a layer in the names of Qwen: a copy of its own second one."""
+def add_mtp_layer(folder: Path, root: str = "model.") -> None:
+    """Let the checkpoint of a model, in which the text's layers are named under `root`, have a layer in the names of
+    Qwen: a copy of its own second one."""
     weights = load_file(folder / "model.safetensors")
-    for name in [each for each in weights if each.startswith("model.layers.1.")]:
-        weights[name.replace("model.layers.1.", "mtp.layers.0.")] = weights[name].clone()
-    size = weights["model.norm.weight"].shape[0]
+    for name in [each for each in weights if each.startswith(f"{root}layers.1.")]:
+        weights[name.replace(f"{root}layers.1.", "mtp.layers.0.")] = weights[name].clone()
+    size = weights[f"{root}norm.weight"].shape[0]
     weights |= {f"{_QWEN[part]}.weight": torch.ones(size) for part in ("enorm", "hnorm", "norm")}
     weights[f"{_QWEN['eh_proj']}.weight"] = torch.eye(size).repeat(1, 2)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import pickle
 import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,9 @@ from report import Report
 from tiny_eagle3 import new_head
 from tiny_grammars import Allowing
 from tiny_images import (
+    END,
     FAMILIES,
+    IMAGE,
     NEW,
     VOCAB,
     Prompt,
@@ -29,13 +35,15 @@ from tiny_images import (
 )
 from tiny_loops import GREEDY, new_tokens
 from tiny_models import perturbed, sharp_model, tiny
+from tiny_mtp import add_mtp_layer
+from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.beam import beam_search
-from torch_specops.drafts import Eagle3, EarlyExit, PromptLookup, SuffixLookup
+from torch_specops.drafts import MTP, Eagle3, EarlyExit, PromptLookup, SuffixLookup
 from torch_specops.hf import custom_generate, language_model
 from torch_specops.hf import images as images_module
 
@@ -249,6 +257,61 @@ def test_other_drafts() -> None:
     torch.testing.assert_close(target.features[0, :width, 32:64], states[1][0])
 
 
+def test_mtp_layers_behind_images(tmp_path: Path) -> None:
+    family, rows = "qwen3_5", [*prompts("qwen3_5"), prompt("qwen3_5", 5, "1")]
+    texts = [*expected(family), alone(vision_model(family), family, rows[-1])]
+    vision_model(family).save_pretrained(tmp_path)
+    add_mtp_layer(tmp_path, "model.language_model.")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    model.generation_config.eos_token_id = None
+    decoder = SpeculativeDecoder(model, MTP.from_pretrained(model), sampling=GREEDY, num_draft_tokens=2)
+    requests = [Request(list(row.tokens), NEW, inputs=images(family, [row]) or None) for row in rows]
+    found = {each.index: each.new_tokens.tolist() for each in decoder.generate_many(requests, batch_size=2)}
+    assert [found[index] for index in range(len(rows))] == texts
+    output = decoder.generate(**call(family, rows))
+    assert new_tokens(output) == texts and output.stats.num_proposed > 0
+    target: Any = decoder.target
+    for index, row in enumerate(rows):
+        with torch.no_grad():
+            states = model.model(**batch(family, [row])).last_hidden_state[0, :-1]
+        torch.testing.assert_close(target.features[index, : len(states)], states)
+    given = batch(family, rows, "right")
+    options = {"do_sample": False, "max_new_tokens": NEW, "use_mtp": True, "custom_generate": custom_generate}
+    assert model.generate(**given, **options)[:, given["input_ids"].shape[1] :].tolist() == texts
+
+
+def test_stop_strings_behind_images() -> None:
+    """Of two tokens, the last of the prompt and the first of the text or later; what stands in a prompt ends no row."""
+    family = "qwen2_5_vl"
+    words = models.WordLevel({f"w{token}": token for token in range(VOCAB)})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+    rows, texts, strings = prompts(family), [], []
+    for index, (row, text) in enumerate(zip(rows, expected(family), strict=True)):
+        pairs = list(itertools.pairwise([row.tokens[-1], *text]))
+        pair = pairs[3 * index]
+        texts.append(text[: pairs.index(pair) + 1])
+        strings.append([f"w{pair[0]} w{pair[1]}", f"w{IMAGE} w{END}"])
+    assert 1 == len(texts[0]) < len(texts[1]) < len(texts[2])
+    options = {"stop_strings": strings, "tokenizer": tokenizer}
+    for draft in (PromptLookup(1, 1), small(family)):
+        decoder = loop(family, draft)
+        assert new_tokens(decoder.generate(**call(family, rows), **options)) == texts
+        requests = [
+            Request(
+                list(row.tokens),
+                NEW,
+                inputs=images(family, [row]) or None,
+                eos_token_id=(),
+                stop_strings=own,
+                tokenizer=tokenizer,
+            )
+            for row, own in zip(rows, strings, strict=True)
+        ]
+        found = {each.index: each for each in decoder.generate_many(requests, batch_size=2)}
+        assert [found[index].new_tokens.tolist() for index in range(len(rows))] == texts
+        assert {each.finish_reason for each in found.values()} == {"stop"}
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family", SOME)
 def test_steps_of_a_fixed_shape(family: str) -> None:
@@ -311,22 +374,50 @@ def test_images_are_freed_and_the_model_is_left_alone() -> None:
     while not handle.done:
         session.step()
     assert target._deltas.tolist() == [0, 0]
+    # Requests that never get a row.
+    handles, kept = [], []
+    for num_new in (0, NEW, NEW):
+        inputs = images(family, prompts(family)[:1])
+        kept.append(weakref.ref(inputs["pixel_values"]))
+        handles.append(session.submit(Request(list(prompts(family)[0].tokens), num_new, inputs=inputs)))
+        del inputs
+    handles[1].cancel()
+    session.close()
+    assert [each() for each in kept] == [None] * 3
+    # What transformers keeps of its own calls is no change of the model.
+    version = target.version
+    alone(model, family, prompts(family)[2])
+    decoder.generate(**call(family, prompts(family)))
+    assert target.version == version
 
 
 def test_hooks_of_transformers_stay_in_the_copy() -> None:
     """LLaVA asks its tower for hidden states, and transformers adds hooks for them in the first forward."""
     model = sharp_model(FAMILIES["llava"].config(), auto=AutoModelForImageTextToText)
-    decoder = SpeculativeDecoder(model, sampling=GREEDY)
+    decoder = SpeculativeDecoder(model, EarlyExit(1), sampling=GREEDY)
     for _ in range(2):
         assert new_tokens(decoder.generate(**call("llava", prompts("llava")))) == expected("llava")
     assert not any(each._forward_hooks for each in model.modules())
+    for copied in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        assert new_tokens(copied.generate(**call("llava", prompts("llava")))) == expected("llava")
     assert alone(model, "llava", prompts("llava")[0]) == expected("llava")[0]
 
 
 def test_models_that_were_not_tested_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images_module, "TESTED_MODELS", ())
     for family in ("qwen2_5_vl", "gemma3", "qwen3_5"):
-        assert new_tokens(loop(family).generate(**call(family, prompts(family)))) == expected(family)
+        # A draft leaves two tokens of a prompt unread; the second newest one of the last prompt belongs to its image.
+        rows = [*prompts(family), prompt(family, 5, "1")]
+        texts = [*expected(family), alone(vision_model(family), family, rows[-1])]
+        for draft in (None, small(family), EarlyExit(1)):
+            assert new_tokens(loop(family, draft).generate(**call(family, rows))) == texts
+    # Qwen3.5 drafts behind a whole image: the state before that token is the one behind it.
+    decoder: Any = loop(family, small(family))
+    decoder.generate(**call(family, rows[-1:]) | {"max_new_tokens": 1})
+    cache, newest = decoder.draft.model._require_cache(), len(rows[-1].tokens) - 1
+    for ring in cache.rings:
+        before, behind = (ring[0, place % cache.num_slots] for place in (newest - 1, newest))
+        assert bool(before.any()) and torch.equal(before, behind)
     monkeypatch.setattr(images_module.ImageTextModel, "_position_ids", lambda self, positions: positions)
     with pytest.raises(ValueError, match="does not read text behind images right"):
         loop("qwen2_5_vl").generate(**call("qwen2_5_vl", prompts("qwen2_5_vl")))
@@ -354,6 +445,7 @@ def test_wrong_inputs_are_errors_by_name() -> None:
         (generate(given, inputs | {"pixel_values_videos": types}), ValueError, "got pixel_values_videos"),
         (generate(given, inputs | {"input_features": types}), ValueError, "gets images alone here"),
         (generate(given, inputs | {"pixel_values": [1]}), TypeError, "expected pixel_values as a tensor"),
+        (generate(given, [inputs["pixel_values"]]), TypeError, "inputs: expected tensors by name, got <class 'list'>"),
         (generate(given, inputs | {"mm_token_type_ids": 1 - types}), ValueError, "expected mm_token_type_ids"),
         (generate(given, pixels), ValueError, "cannot read these images"),
         (generate(call(family, rows[:1]), images(family, rows[2:3])), ValueError, "cannot read these images"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import cache
 
 import pytest
@@ -78,6 +79,20 @@ def test_a_row_has_the_text_that_it_has_alone(kind: str) -> None:
         output = torch_specops.generate(adapter_of(model), ids, attention_mask=mask, draft=draft, **options)
         assert [output.new_tokens(row) for row in range(len(PROMPTS))] == expected, draft
         assert draft is None or sum(output.stats.accepted_at) > 0
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+@pytest.mark.parametrize("kind", ["llama", "dynamic"])
+def test_a_copied_decoder_reads_as_the_first_one(kind: str) -> None:
+    """Behind the first call the copies of the modules are others."""
+    options = {"max_new_tokens": NEW, "eos_token_id": ()}
+    decoder = torch_specops.SpeculativeDecoder(
+        copy.deepcopy(model_of(kind)), EarlyExit(1), sampling=SamplingParams(temperature=0.0)
+    )
+    ids, mask = padded(PROMPTS, "left")
+    for each in (decoder, copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        output = each.generate(ids, attention_mask=mask, **options)
+        assert [output.new_tokens(row) for row in range(len(PROMPTS))] == texts_alone(kind)
 
 
 @torch.no_grad()

@@ -123,6 +123,8 @@ def read_prompts(
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
     """
     tokens, lengths = _align(input_ids, attention_mask, target.vocab_size)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs: expected tensors by name, got {type(inputs)}")
     checks.check_int("num_return_sequences", num_return_sequences, 1)
     batch = tokens.shape[0] * num_return_sequences
     num_new = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,7 +185,13 @@ class Handle:
             self.new_tokens += tokens
             self._changed.notify_all()
 
+    def free_inputs(self) -> None:
+        # A handle may outlive its request by long.
+        if isinstance(self.prompt, Prompts):
+            self.prompt = replace(self.prompt, inputs=None)
+
     def end(self, completion: Completion) -> None:
+        self.free_inputs()
         with self._changed:
             self.completion = completion
             self._changed.notify_all()
@@ -213,7 +219,7 @@ def read_request(
     if (inputs is not None) != has_encoder and not reads_images(target):
         expected = "those of the target's encoder" if has_encoder else "None, because the target reads tokens alone"
         raise ValueError(f"inputs: expected {expected}, got {type(inputs)}")
-    for name, value in (inputs or {}).items() if has_encoder else ():
+    for name, value in inputs.items() if has_encoder and isinstance(inputs, Mapping) else ():
         if not isinstance(value, Tensor) or value.shape[:1] != (1,):
             raise ValueError(f"inputs: expected {name} with a batch of one, got {getattr(value, 'shape', type(value))}")
     row = _as_row(fields.pop("input_ids"))

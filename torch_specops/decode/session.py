@@ -297,8 +297,7 @@ class Session:
                 self._end(handle, "error", str(error))
                 continue
             has_images = handle.prompt.inputs is not None and reads_images(self._steps.target)
-            # A handle may outlive its request by long.
-            handle.prompt = replace(handle.prompt, inputs=None)
+            handle.free_inputs()
             (with_images if has_images else admitted)[row] = handle.prompt
         if admitted:
             assert self._batch is not None

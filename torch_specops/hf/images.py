@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from .cache import RaggedCache
 from .hybrid import HybridModel
 from .models import Check, TransformersModel
+from .shadow_model import ShadowModel
 
 __all__ = ["HybridImageModel", "ImageTextModel", "image_inputs", "reads_images"]
 
@@ -57,6 +59,10 @@ class ImageTextModel(TransformersModel):
         # [B] int64, at one address for all batches of a size; None = the model's positions are those of its tokens.
         self._deltas: Tensor | None = None
         super().__init__(model, num_layers, check)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No pickle holds the hooks that transformers adds to a tower in a forward.
+        return super().__getstate__() | {"prepared": ShadowModel().of(self.model)}
 
     def _understand(self) -> None:
         super()._understand()
@@ -158,7 +164,7 @@ class ImageTextModel(TransformersModel):
             own = tokens[index, : mask.shape[1]]
             self._read_prompts(own, mask, images, index, num_unread)
             if not self._is_compared:
-                self._compare(own, mask, images, index)
+                self._compare(own, mask, images, index, num_unread)
         copies, self._num_copies = self._num_copies, 1
         if not given or copies == 1:
             return [row for own_rows, _ in given for row in own_rows]
@@ -194,12 +200,19 @@ class ImageTextModel(TransformersModel):
             raise ValueError(f"inputs: {type(self.model).__name__} cannot read these images: {error}") from error
         return output.logits, None if positions is None else vars(positions)["rope_deltas"]
 
-    def _compare(self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor) -> None:
+    def _compare(
+        self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
+    ) -> None:
         """Compare logits of the prompts' last tokens in a step with those of a forward without a cache."""
         last = mask.sum(1, keepdim=True) - 1
         logits, _ = self._own_forward(tokens, mask, images, None)
         expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()
-        difference = float((self.forward(tokens.gather(1, last), last, 1, rows)[:, 0] - expected).abs().amax())
+        # A step reads what is unread, of which nothing may stand before the end of an image.
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        behind = ((tokens == self._placeholder) & mask).mul(index + 1).amax(1, keepdim=True)
+        positions = torch.maximum(last + torch.arange(1 - num_unread, 1, device=tokens.device), behind)
+        found = self.forward(tokens.gather(1, positions), positions, 1, rows)[:, 0]
+        difference = float((found - expected).abs().amax())
         if not difference <= self.rounding_of(expected):
             raise ValueError(
                 f"model: {type(self.model).__name__} does not read text behind images right: its logits differ by "
@@ -240,9 +253,13 @@ class HybridImageModel(ImageTextModel, HybridModel):
     ) -> None:
         counts = (tokens == self._placeholder).logical_and(mask).sum(1).tolist()
         for index, (length, own) in enumerate(zip(mask.sum(1).tolist(), self._split(images, counts), strict=True)):
-            row, at = rows[index : index + 1], slice(0, max(length - num_unread, 1))
+            begin, row = max(length - num_unread, 1), rows[index : index + 1]
+            # The rest of an image is read with it, and for a draft, which reads that again, the states stay.
+            end = begin + int((tokens[index, begin:length] == self._placeholder).sum())
             with self.beginning(row):
-                super()._read_prompts(tokens[index : index + 1, at], mask[index : index + 1, at], own, row, num_unread)
+                prompt = tokens[index : index + 1, :end], mask[index : index + 1, :end]
+                super()._read_prompts(*prompt, own, row, num_unread)
+            self._require_cache().repeat_states(row, end, begin)
 
     def _split(self, images: Mapping[str, Tensor], counts: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
         """The images of each prompt, given the numbers of their placeholders."""

@@ -30,8 +30,9 @@ from .references import (
 
 __all__ = ["Look"]
 
-# What every module has: parameters and hooks, which a copy shares, and names.
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# What is not looked at. Every module has parameters and hooks, which a copy shares, and names. Each call of a model of
+# images leaves its `rope_deltas`, which no forward of this loop reads.
+NOT_LOOKED_AT = frozenset({*vars(nn.Module()), "rope_deltas"})
 
 # Id -> an object and its number, because another one may get its id later.
 _numbers: dict[int, tuple[ReferenceType[Any], int]] = {}
@@ -138,7 +139,7 @@ class Look:
             name: child if child is None else self.copy_of(child) for name, child in module._modules.items()
         }
         for name, value in own.items():
-            if name not in OF_EVERY_MODULE:
+            if name not in NOT_LOOKED_AT:
                 self._met.append(name)
                 self.is_observed |= type(value) in (FunctionType, MethodType) and is_foreign(value)
                 try:

@@ -100,6 +100,10 @@ class TransformersModel:
         self._copy = ShadowModel()
         self._take_over()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The next look makes another copy of the model, which has to be understood.
+        return vars(self) | {"_understood": 0}
+
     def look(self) -> None:
         """Take over what has changed in the model: its classes, configs, modules, hooks and attributes. A `start` that
         comes next does not look again.

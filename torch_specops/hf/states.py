@@ -173,6 +173,11 @@ class StateCache(RaggedCache):
     def rings(self) -> list[Tensor]:
         return [ring for layer in self.layers for ring in layer.rings.values()]
 
+    def repeat_states(self, row: Tensor, position: int, at: int) -> None:
+        """Let the states of a row before `position` be those before position `at`, too."""
+        for ring in self.rings if at != position else ():
+            ring[row, at % self.num_slots] = ring[row, position % self.num_slots]
+
     @normal_tensors()
     def new_ring(self, state: Tensor) -> Tensor:
         """[B, R, ...] for states [A, ...]."""
