@@ -266,7 +266,7 @@ def test_a_stop_keeps_the_text_up_to_it(
     lengths = list(map(len, kept))
     assert len(set(lengths)) == 3
     ended: list[int] = []
-    sampler.draft.end = lambda tokens, at: ended.extend(at.tolist())
+    sampler.draft.on_finished = lambda tokens, at: ended.extend(at.tolist())
     if late:
         monkeypatch.setattr(batch_module, "RecordReader", Late)
     steps: list[Step] = []
