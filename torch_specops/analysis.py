@@ -56,7 +56,7 @@ def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens:
 
     Args:
         alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result (>= 1) and errors.
-        operations_ratio: c^, finite and >= 0, operations per token of the draft / those of the target.
+        operations_ratio: c^, finite and >= 0, operations per token of the draft / of the target.
 
     Examples:
         >>> from torch_specops.analysis import operations_factor
@@ -121,7 +121,7 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
 def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
     """1 / (1 - alpha + c alpha), the walltime factor if K were, in every step, the number of drafts that will be
     accepted: an upper bound for any choice of K (section 3.5). For c > 1 it is 1 (K = 0), for alpha = 1 and c = 0
-    infinite. Arguments, result and errors are those of `walltime_factor`.
+    infinite. Arguments, result and errors are as in `walltime_factor`.
 
     Examples:
         >>> from torch_specops.analysis import oracle_walltime_factor

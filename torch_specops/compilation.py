@@ -43,7 +43,7 @@ def choice(
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
-        # Text without a match has no drafts, and the time of an eager forward is that of the tokens it reads.
+        # Text without a match has no drafts, and the time of an eager forward depends on the tokens it reads.
         return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
@@ -74,7 +74,7 @@ def compile_errors_named() -> Iterator[None]:
     """Turns an error of torch's compiler, which fills pages, into one whose last line says where and why.
 
     Raises:
-        RuntimeError: in place of the compiler's error, which is its cause.
+        RuntimeError: instead of the compiler's error, which is its cause.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def compile_errors_named() -> Iterator[None]:
         frames = list(getattr(error, "real_stack", None) or ())
         place = f", in {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
         raise RuntimeError(
-            f"compile: torch could not compile the step{place}: {reason} (compile=False runs it as it is)"
+            f"compile: torch could not compile the step{place}: {reason} (compile=False runs it eagerly)"
         ) from error
 
 

@@ -22,7 +22,7 @@ __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 class Grammar(Protocol):
     """The state of one text: which tokens may come next. A class with these methods is one.
 
-    The text is that of the new tokens: the prompt is not fed. A state belongs to one text, so that every row and every
+    The text consists of the new tokens: the prompt is not fed. A state belongs to one text, so that every row and every
     call needs an object of its own. One that has accepted a token of another text is refused, and so is one whose
     attribute `num_accepted`, if it has one, is not 0. A class with `__slots__` needs "__weakref__" among them.
 
@@ -70,7 +70,7 @@ def xgrammar(compiled_grammar: Any) -> Grammar:
 
     Args:
         compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of texts may share. Its stop tokens are the
-            eos tokens of its `TokenizerInfo`, and should be those of the row.
+            eos tokens of its `TokenizerInfo`, which should be the row's.
 
     Raises:
         ModuleNotFoundError: xgrammar is not installed.

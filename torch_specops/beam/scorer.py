@@ -1,6 +1,6 @@
 """Scores the beams of every row, and extends them by one token.
 
-The arithmetic is that of transformers' beam search: float32 scores, summed in the same order, and candidates from the
+The arithmetic is transformers': float32 scores, summed in the same order, and candidates from the
 same `topk` over the same shapes, so that even ties break alike. Here every row has its own length and end.
 """
 

@@ -84,7 +84,7 @@ def beam_search(
             at its current length, scores no better than the worst finished one. "never": when it could not at any
             length.
         num_return_sequences: R, 1 to num_beams.
-        eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's generation
+        eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's generation
             config.
         pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
         inputs: what the target's encoder reads, by name, as in `SpeculativeDecoder.generate`.

@@ -123,7 +123,7 @@ def bench(
 
     Compared are "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft
     and K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without
-    and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is that of "prompt-lookup:2".
+    and with the draft. Assisted generation takes one prompt at a time; its prompt lookup equals "prompt-lookup:2".
     Where transformers refuses it, as for models that keep a recurrent state, it is left out.
     Prompts go through the model's chat template, if there is one.
 

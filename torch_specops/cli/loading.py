@@ -217,7 +217,7 @@ def _smollm2_gguf() -> Path:
         raise ValueError(f"{SMOLLM2}: expected one .gguf file in {SMOLLM2_PACKAGE}, got {len(files)}")
     digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
     if digest != SMOLLM2_SHA256:
-        raise ValueError(f"{SMOLLM2}: the installed weights are not those of {SMOLLM2_PACKAGE} (sha256 {digest})")
+        raise ValueError(f"{SMOLLM2}: the installed weights are not from {SMOLLM2_PACKAGE} (sha256 {digest})")
     return files[0]
 
 

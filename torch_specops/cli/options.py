@@ -89,7 +89,7 @@ Compile = Annotated[
 
 
 def new_console() -> Console:
-    """Prints text as it is: words have no colours of rich's own, and a terminal breaks long lines."""
+    """Prints text unchanged: words have no colours of rich's own, and a terminal breaks long lines."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 

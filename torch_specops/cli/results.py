@@ -50,7 +50,7 @@ Record = dict[str, Any]
 
 
 def totals(runs: Sequence[Run]) -> list[Run]:
-    """The runs as those of one category, "total"; empty if there is only one category."""
+    """The runs as one category, "total"; empty if there is only one category."""
     if len({run.case.category for run in runs}) <= 1:
         return []
     return [replace(run, case=replace(run.case, category="total")) for run in runs]
@@ -224,6 +224,6 @@ def print_differences(console: Console, results: Sequence[Record], decode_text: 
             worst = worst_of(differences)
             place = ", ".join(filter(None, [result["provider"], f"batch {result['batch_size']}", result["category"]]))
             console.print(
-                f"{place}: {len(differences)} tokens are not those of plain greedy decoding. The worst: in row "
+                f"{place}: {len(differences)} tokens differ from plain greedy decoding. The worst: in row "
                 f"{worst.row}, {worst.describe(decode_text)}"
             )

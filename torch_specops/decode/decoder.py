@@ -50,7 +50,7 @@ def generate(
     This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps its compiled code, while
     every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
 
-    Arguments, result and errors are those of `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
+    Arguments, result and errors are as in `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
     transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
     filters and penalties. Beam search is `torch_specops.beam.beam_search`. After an interrupt the text so far is lost
     here; `SpeculativeDecoder.output` has it.
@@ -216,7 +216,7 @@ class SpeculativeDecoder:
                 reproduce the output. A row with the same row seed gets the same tokens in any batch, up to the
                 rounding of the models; with "gumbel" also with any draft and schedule, otherwise with the same draft
                 and a constant schedule.
-            eos_token_id: a token, several, or a list for each row; () = none. None = those of the target's
+            eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
             inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`); or the
@@ -232,8 +232,8 @@ class SpeculativeDecoder:
                 completes it, as in transformers: the string may begin in the prompt, and the token stays. None = none.
             tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
             grammar: what restricts the new tokens of a row: a `Grammar`, or one for each row and None where a row has
-                none. The target's distribution is that of its processed logits over the tokens that the grammar allows;
-                filters come after.
+                none. The target's distribution is the softmax of its processed logits over the tokens that the grammar
+                allows; filters come after.
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
@@ -272,7 +272,7 @@ class SpeculativeDecoder:
     def stream(self, input_ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
-        The arguments are those of `generate`. They are checked, and the prompts are read, before the first step.
+        The arguments are as in `generate`. They are checked, and the prompts are read, before the first step.
         """
         return self._steps(*self._begin(input_ids, arguments))
 

@@ -109,7 +109,7 @@ class Planner:
         self, wanted: int, needed: int, ready: Iterable[tuple[int, bool]], *, is_fixed: bool, is_masked: bool
     ) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
-        any K, a compiled one those of the schedule's buckets, and 0 if the draft can read no row any more."""
+        any K, a compiled step the schedule's buckets, and 0 if the draft can read no row any more."""
         if not is_fixed:
             return min(wanted, needed)
         if self.is_outgrown:

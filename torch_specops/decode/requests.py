@@ -35,7 +35,7 @@ class Request:
         sampling: None = the decoder's.
         seed: an int, from which the row's seed is made as for the first row of `generate`; or the row's own seed, as a
             list or tensor of one. None draws an int when the request is submitted.
-        eos_token_id: a token or several; () = none; None = those of the target's generation config.
+        eos_token_id: a token or several; () = none; None = as in the target's generation config.
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
         max_time: seconds from the request's admission to a row until the step that ends it, >= 0; None = no limit.
         inputs: the input of the target's encoder, by name, with a batch of one; or the images of the prompt.

@@ -34,7 +34,7 @@ class Session:
 
     A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models: with
     `verify="gumbel"` always, otherwise with a constant schedule and a draft that does not remember other sequences
-    (`SuffixLookup`). An error of a model ends all requests and closes the session; that of one request is in its
+    (`SuffixLookup`). An error of a model ends all requests and closes the session; an error of one request is in its
     completion. `with` closes the session at its end.
 
     Examples:

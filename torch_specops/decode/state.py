@@ -23,7 +23,7 @@ _FILL = {"logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
 _PER_SLOT = ("tokens", *_FILL)
 # What a row has that is no part of its sampling.
 _OF_ROWS = (*_PER_SLOT, "lengths", "limits", "finished", "failed", "seeds")
-# The tensors whose sizes are those of all rows together.
+# The tensors that hold all rows together.
 PER_WORD = ("words", "biases", "pieces")
 # What compiled steps of a session have room for, words and pieces for each row. With a request that needs more, steps
 # run eagerly: no request compiles something for itself alone.

@@ -52,7 +52,7 @@ class StepPlan:
             are then None.
         masks: asks grammars between the drafts and their verification; None = no row has one.
         choose: chooses drafts, on a CPU, where the host sees them before the target reads them. An eager step then
-            reads no padding. In a compiled one the largest number is that of all rows, and its step is ready. None =
+            reads no padding. In a compiled step all rows get the largest number, whose step is ready. None =
             all K are verified.
         prefill_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
@@ -227,7 +227,7 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
 
 
 def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -> tuple[Draft, Tensor]:
-    """The drafts, with -1 (padding) in place of those outside the vocabulary or beyond the row's room, and of a
+    """The drafts, with -1 (padding) instead of tokens outside the vocabulary or beyond the row's room, and of a
     target's `undrafted` tokens; and how many drafts each row has before its first padding [B]."""
     tokens, room = proposal.tokens, _room(state)
     if tokens.shape[1] == 0:

@@ -416,7 +416,7 @@ def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor])
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:
-    """The static tensors of models and draft sources together; None if those of one are not known."""
+    """The static tensors of models and draft sources together; None if one's are not known."""
     tensors: list[Tensor] = []
     for part in parts:
         own = part.static_tensors() if hasattr(part, "static_tensors") else None

@@ -99,7 +99,7 @@ def filled(
     try:
         network.load_state_dict(own, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"draft: the weights in {source} are not those of its config: {error}") from error
+        raise ValueError(f"draft: the weights in {source} do not fit its config: {error}") from error
     return network.requires_grad_(False).eval()
 
 

@@ -74,7 +74,7 @@ class Eagle3(PublishedDraft, SequentialDraft):
     ) -> tuple[Tensor, Tensor | None]:
         """The logits, and the head's output [B, 1, H] that gave them."""
         if output is None:
-            # Its strides are those of the outputs that follow, so that the graph that reads it is the same.
+            # It has the strides of the outputs that follow, so that the graph that reads it is the same.
             output = self._read_text(tokens, ends, positions)[:, -1:].contiguous()
         else:
             output = self._read(self.head.feedback(output), tokens, positions)

@@ -48,7 +48,7 @@ class Eagle3Config(LayerConfig):
 class Eagle3Head(nn.Module):
     """Reads pairs (feature of token i, token i + 1) and gives logits of token i + 2.
 
-    The names of parameters are those of published heads.
+    Parameters have the names of published heads.
 
     Args:
         config: the sizes.

@@ -152,7 +152,7 @@ class PublishedDraft(FeatureDraft):
         *,
         dtype: torch.dtype | None = None,
     ) -> Own:
-        """A head as it is published, in the layouts that the class names.
+        """A published head, in the layouts that the class names.
 
         Args:
             folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub

@@ -25,7 +25,7 @@ class HierarchicalDraft(ModelDraft):
 
     Each forward of the draft model reads what the inner source proposes, keeps what `verify_exact` accepts, and adds
     one token, so that K drafts take fewer forwards. The tokens kept have exactly the draft model's distribution q, and
-    `Draft.logits` are those of q, so the target's distribution is kept. Positions not filled after `num_forwards`
+    `Draft.logits` belong to q, so the target's distribution is kept. Positions not filled after `num_forwards`
     forwards are padding. Padding is safe here because its place depends on earlier positions only (docs/math.md,
     section 6).
 

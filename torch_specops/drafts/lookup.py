@@ -25,7 +25,7 @@ LONGEST_MATCH = 20
 
 
 class _Lookup(DraftSource):
-    """A source that copies from the text. If the target's encoder reads tokens (`input_ids`, as that of T5), it copies
+    """A source that copies from the text. If the target's encoder reads tokens (`input_ids`, as T5's does), it copies
     from these too: they stand before the text (Leviathan et al. 2023, section 3.6, copies from the context; shallow
     aggressive decoding, Sun et al. 2021, from the input). Every text before the row's own ends with a -1, so that no
     draft reaches beyond it."""
@@ -33,7 +33,7 @@ class _Lookup(DraftSource):
     looks_up = True
     default_draft_tokens = 10
 
-    # [B, S] int64, the encoder's tokens, with -1 in place of padding and at the end; None = there are none.
+    # [B, S] int64, the encoder's tokens, with -1 for padding and at the end; None = there are none.
     _input: Tensor | None = None
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

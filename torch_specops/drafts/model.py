@@ -111,7 +111,7 @@ class SequentialDraft(SampledDraft):
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The logits [B, 1, V] of the next token, and what the next call gets as `output`; the first one gets None.
-        Tokens and positions are those of `_unread`, and later the previous draft [B, 1] and its position. `ends` [B, 1]
+        Tokens and positions come from `_unread`, and later the previous draft [B, 1] and its position. `ends` [B, 1]
         is the length of the text with the previous drafts."""
 
 

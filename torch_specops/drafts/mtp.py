@@ -61,8 +61,8 @@ class MTP(FeatureDraft):
     ) -> MTP:
         """The layers in the target's own checkpoint, which loading a model leaves out.
 
-        They are found by their names: those of DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of
-        the target's layers), of Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or of MiMo (`model.mtp_layers`).
+        They are found by their names in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of the
+        target's layers), in Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or in MiMo (`model.mtp_layers`).
 
         Args:
             target: a transformers model, on the device where the layers are to be.
@@ -78,7 +78,7 @@ class MTP(FeatureDraft):
         assert read_head is not None
         model: Any = as_language_model("target", target)
         if not hasattr(model, "prepared"):
-            raise TypeError(f"target: MTP layers are those of a transformers model, got {type(model).__name__}")
+            raise TypeError(f"target: expected a transformers model, which has MTP layers, got {type(model).__name__}")
         draft = cls(read_head(model.model, folder_or_id, dtype))
         draft.bind(model)
         return draft

@@ -97,7 +97,7 @@ def _check_layers(model: nn.Module, layers: dict[str, nn.Linear], group_size: in
             raise ValueError(
                 f"model: expected float32, bfloat16 or float16 weights, got {layer.weight.dtype} in {name}"
             )
-        # torchao would leave such a layer as it is and only log it.
+        # torchao would leave such a layer unchanged and only log it.
         if group_size is not None and layer.in_features % group_size:
             raise ValueError(
                 f"group_size: expected a divisor of the {layer.in_features} inputs of {name}, got {group_size}"

@@ -35,7 +35,7 @@ class RowReader(LanguageModel, Protocol):
     """A language model that can read some rows of its batch and leave the others unchanged.
 
     It may have `copy_rows(sources, width)`: row i then has read what row sources[i] has, the first `width` tokens. With
-    `packs_rows`, True, it has `forward_packed(tokens, positions, is_read, rows)` too: `forward` for those of tokens
+    `packs_rows`, True, it has `forward_packed(tokens, positions, is_read, rows)` too: `forward` for the tokens of
     [A, n] that `is_read` [A, n] bool names, the first of each row, with logits [N, V], row by row.
     """
 

@@ -120,8 +120,8 @@ def _architecture(model: PreTrainedModel) -> Hashable:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _check(adapter: TransformersModel) -> Reading:
-    """Compare logits read through the cache, after a rollback, with those of a forward without one; with the lengths
-    lowered at which the model changes, so that a few tokens cross them.
+    """Compare logits read through the cache, after a rollback, with logits of a forward without a cache; with the
+    lengths lowered at which the model changes, so that a few tokens cross them.
 
     Raises:
         ValueError: the logits differ below these lengths too, or the model takes no cache and masks.
@@ -149,7 +149,7 @@ def _check(adapter: TransformersModel) -> Reading:
 
 
 def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str | None]:
-    """Whether attention may get spans in place of masks, and packed rows; what is wrong with masks, None = nothing."""
+    """Whether attention may get spans instead of masks, and packed rows; what is wrong with masks, None = nothing."""
     attention = adapter.model.config.get_text_config(decoder=True)._attn_implementation
     supports_spans = False
     if attention == "sdpa" and adapter.dtype in DTYPES:
@@ -163,8 +163,7 @@ def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str 
         return False, f"takes no cache and mask of ragged rows: {error}"
     if not difference <= bound:
         return False, (
-            f"does not read ragged rows right: its logits differ by {difference:.1e} from those of a forward without a "
-            "cache"
+            f"does not read ragged rows right: its logits differ by {difference:.1e} from a forward without a cache"
         )
     return supports_spans, None
 
@@ -195,7 +194,7 @@ def _difference(
     for begin in (index[:, :1], index[:, 1:3]):
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
-    # Test both widths: that of eager steps and that of compiled ones.
+    # Test the widths of eager and of compiled steps.
     tokens, wanted = tokens[0, positions], expected[0, positions]
     found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
     if use_spans and adapter.packs_rows:

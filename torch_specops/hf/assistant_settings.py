@@ -28,7 +28,7 @@ def read_assistant_settings(
     schedule: str | Schedule | None,
     **given: Any,
 ) -> tuple[int | None, str | Schedule | None]:
-    """K and the schedule of a call; None = those of the draft.
+    """K and the schedule of a call; None = the draft's.
 
     Args:
         config: as `generate` prepared it.
@@ -67,7 +67,7 @@ def read_assistant_settings(
 
 
 def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
-    """The value of a setting that somebody chose: the caller, else the config, else that of the draft model."""
+    """The value of a setting that somebody chose: the caller, else the config, else the draft model's."""
     if given is not None:
         return given
     value = getattr(config, name, None)

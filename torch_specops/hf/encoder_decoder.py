@@ -196,7 +196,7 @@ class WhisperDecoder(EncoderDecoderModel):
 
 
 def _relative_bias_of(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The bias that T5's mask must add, so that scores have that of each row's own positions; None = not a T5.
+    """The bias that T5's mask must add, so that scores have the bias of each row's own positions; None = not a T5.
 
     T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions [B, n] of tokens and
     those [B or 1, S] that the slots hold, and returns the difference to the right bias.

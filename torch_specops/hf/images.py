@@ -56,7 +56,7 @@ class ImageTextModel(TransformersModel):
         # Images to be read, and the rows whose prompts have them.
         self._images: list[tuple[Sequence[int], Mapping[str, Tensor]]] = []
         self._num_copies = 1
-        # [B] int64, at one address for all batches of a size; None = the model's positions are those of its tokens.
+        # [B] int64, at one address for all batches of a size; None = positions count the tokens.
         self._deltas: Tensor | None = None
         super().__init__(model, num_layers, check)
 
@@ -203,7 +203,7 @@ class ImageTextModel(TransformersModel):
     def _compare(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
     ) -> None:
-        """Compare logits of the prompts' last tokens in a step with those of a forward without a cache."""
+        """Compare logits of the prompts' last tokens in a step with the logits of a forward without a cache."""
         last = mask.sum(1, keepdim=True) - 1
         logits, _ = self._own_forward(tokens, mask, images, None)
         expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()

@@ -152,7 +152,7 @@ class Look:
         """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called as
         they are, because many take notes on the model."""
         for key, hook in hooks.items():
-            # Those of transformers take note of what a forward shall return.
+            # transformers' hooks take note of what a forward shall return.
             self.is_observed |= package(hook) != "transformers"
             self.code += (_number(hook), key in with_kwargs)
             if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):

@@ -312,7 +312,7 @@ class TransformersModel:
         return self.supports_spans
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:
-        """`forward` for those of tokens [A, n] that `is_read` [A, n] bool names, the first of each row. Returns their
+        """`forward` for the tokens of [A, n] that `is_read` [A, n] bool names, the first of each row. Returns their
         logits [N, V], row by row. Waits for the device."""
         members, places = is_read.nonzero(as_tuple=True)
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))

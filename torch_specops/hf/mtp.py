@@ -76,7 +76,7 @@ class MtpLayer(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """Layers of a target's own class. Embeddings, rotary embedding and head are those of the target of each call.
+    """Layers of a target's own class. Embeddings, rotary embedding and head come from the target of each call.
 
     Args:
         config: of a text model that has these layers alone.

@@ -25,7 +25,7 @@ class RereadingModel(TransformersModel):
 
     Short and long prefixes have a cache each. A forward reads in each what its logits need and what is not yet read
     there: usually the tokens that it is given, and once, at the switch, the whole text of a row. Drafts across the
-    switch that are rejected cost no further reading. The features are those of the newest read.
+    switch that are rejected cost no further reading. The features come from the newest read.
 
     Attributes:
         switch: the most tokens of a short prefix.

@@ -88,7 +88,7 @@ def _switch(rotary: Any, layer_type: str | None) -> int:
 def _rotate(
     rotary: nn.Module, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """The forward of a rotary embedding, `own` or that of its class: called once for each length that frequencies
+    """The forward of a rotary embedding, `own` or its class's: called once for each length that frequencies
     depend on, with the positions of the tokens that are read at it."""
     forward = partial(type(rotary).forward, rotary) if own is None else own
     if layer_type is not None:

@@ -129,7 +129,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         for kind, index in found:
             state = getattr(self, kind)[index]
             if kind == "recurrent_states":
-                # Under autocast a prompt's may have 16 bits. Those of a step never do.
+                # Under autocast a prompt's may have 16 bits, a step's never.
                 state = state.to(torch.promote_types(state.dtype, torch.float32))
             ring = self.rings.get((kind, index))
             if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:
@@ -217,7 +217,7 @@ class StateReader:
         return {}
 
     def attach(self) -> None:
-        """Read in place of the module, whose class and attributes a look has made anew."""
+        """Read instead of the module, whose class and attributes a look has made anew."""
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:

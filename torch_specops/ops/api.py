@@ -48,7 +48,7 @@ def verify_exact(
     have exactly the target's law. Arithmetic is float32 or better. docs/math.md states the law in full, for NaN, masked
     and padded input too.
 
-    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target's law is that of
+    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target has the law of
     sampling with the same filters. If the drafts were sampled without them, pass `filter_draft=False`: q is then the
     softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have another law.
     No filtered copy is written either way.
@@ -176,7 +176,7 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
-    """Verify with sigmoid scores in place of probabilities: LOSSY, but it reads two logits per draft instead of rows.
+    """Verify with sigmoid scores instead of probabilities: LOSSY, but it reads two logits per draft instead of rows.
 
     The scores p^ = sigmoid((z_p / T - alpha) / (beta - alpha)), and q^ likewise, replace p and q in `verify_exact`
     (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to one, so the emitted tokens do not have the
@@ -226,7 +226,7 @@ def sample(
 
     Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`:
     then its q is the distribution that was sampled from (the draws from M_q in Leviathan et al. 2023, Algorithm 1).
-    With filters, softmax and logsumexp are those of the tokens that `filter_logits` keeps; no filtered copy is written.
+    With filters, softmax and logsumexp are over the tokens that `filter_logits` keeps; no filtered copy is written.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the

@@ -1,6 +1,6 @@
 """The arguments of each op as one object, which `cpu/` and `cuda/` take, and their checks.
 
-Names, order, defaults and meaning are those of the public functions in `api.py`. The checks read metadata only, so they
+Names, order, defaults and meaning are as in the public functions of `api.py`. The checks read metadata only, so they
 need no synchronisation and work on fake tensors too.
 """
 
@@ -183,7 +183,7 @@ def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
 
 
 def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
-    """The checks that all verify ops share, except for that of the temperature."""
+    """The checks that all verify ops share, except for the temperature's."""
     logits = given.target_logits
     batch, num_drafts, vocab_size = _check_target_logits(logits)
     drafts, device = (batch, num_drafts), logits.device

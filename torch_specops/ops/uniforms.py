@@ -42,7 +42,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         seeds: [B] int64, one per request; all 64 bits count.
         positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
             repeats its numbers.
-        n: how many numbers per sequence, >= 0. The first m of n numbers are those of a call with n = m.
+        n: how many numbers per sequence, >= 0. The first m of n numbers are what a call with n = m returns.
         stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token), "inner" (seeds
             for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). Two streams never share a
             number; using one for two purposes loses exactness.

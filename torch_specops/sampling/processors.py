@@ -29,7 +29,7 @@ class AnyProcessors(Protocol):
         """The values other than tensors that determine what a call computes."""
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """New logits [B, n, V], float32; the arguments are those of `SamplingTensors.process`."""
+        """New logits [B, n, V], float32; the arguments are as in `SamplingTensors.process`."""
 
 
 @dataclass(frozen=True)

@@ -154,9 +154,9 @@ def check_engine(
             the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
             but must not start every call from the same state.
         target: the model as in `check_lossless`, but before temperature and filters.
-        settings: name -> parameters: only temperature and filters, each one number. The law is that of
-            `torch_specops.filter_logits`, whose filters are those of transformers and of vLLM; temperature 0 is the
-            argmax.
+        settings: name -> parameters: only temperature and filters, each one number. The law is the
+            softmax of what `torch_specops.filter_logits` keeps, which filters as transformers and vLLM do; temperature
+            0 is the argmax.
         prompts: token ids in [0, V). The first setting continues the first prompt, the next one the next, and so on
             from the beginning.
         trials: for each setting, >= 100.

@@ -118,7 +118,7 @@ def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
     def mean(weights: Tensor) -> float:
         return float((weights * logits)[possible].sum() / weights.sum())
 
-    # The likelihood is greatest where the mean log-probability is that of the counts; it grows with 1 / T.
+    # The likelihood is greatest where the mean log-probability equals the counts'; it grows with 1 / T.
     inverse = _solve(lambda value: value > 1e6 or mean(at(value)) >= mean(counts))
     fits = inverse > 1e-6 and chi_square(counts, at(inverse)) > 1 - CONFIDENCE
     return 1 / inverse if fits else None

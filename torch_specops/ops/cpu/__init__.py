@@ -6,7 +6,7 @@ and fuses it, and large batches of short rows take it too. The accept rule of bo
 
 Symbols as in docs/math.md: p is the target's distribution, q the draft's, x the draft tokens, z logits divided by the
 temperature. Logits are scaled and exponentiated in float32; sums, distribution functions and the few probabilities that
-decide an acceptance are float64. The distribution is that of `reference.py`.
+decide an acceptance are float64. The distribution equals that of `reference.py`.
 """
 
 from .block import verify_block

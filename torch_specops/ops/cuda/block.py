@@ -331,7 +331,7 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
 
     values = exact_values(given, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
-    # Few programs take one row pair each, many walk over those of a sequence.
+    # Few programs take one row pair each, many walk over a sequence's pairs.
     parallel_rows = num_drafts if launch.tiles_per_program(batch * num_tiles * num_drafts) == 1 else 1
     tiles_per_program = launch.tiles_per_program(batch * num_tiles * parallel_rows)
     values |= {

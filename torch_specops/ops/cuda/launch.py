@@ -53,7 +53,7 @@ def jit(kernel: Callable[..., Any], specialize_addresses: bool = False) -> Any:
 
 
 def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: int) -> None:
-    """Launch `kernel` with those of `values` that it has a parameter for, unless there are no sequences. None = an
+    """Launch `kernel` with the `values` that it has a parameter for, unless there are no sequences. None = an
     argument that the call lacks: the kernel is built without it."""
     if hint(grid[0]) > 0:
         arguments = [values[name] for name in kernel.arg_names]
@@ -78,7 +78,7 @@ def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, i
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The size, or that of the example if it is symbolic; 1 if there is none. Sets no guard."""
+    """The size, or the example's if it is symbolic; 1 if there is none. Sets no guard."""
     return private.hint(size) if isinstance(size, torch.SymInt) else size
 
 

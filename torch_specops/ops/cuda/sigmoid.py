@@ -1,4 +1,4 @@
-"""`specops::verify_sigmoid` on CUDA: sigmoid scores in place of probabilities. Lossy.
+"""`specops::verify_sigmoid` on CUDA: sigmoid scores instead of probabilities. Lossy.
 
 p^(v) = sigmoid((z_p(v) / T - alpha) / (beta - alpha)), q^ likewise; accept x_i iff u_i * q^_i(x_i) < p^_i(x_i), at the
 first failure n draw from max(p^_n - q^_n, 0), after K acceptances from softmax(z_p,K / T). A score needs its own

@@ -7,14 +7,14 @@ from ..tiles import INT32_MAX, widen
 from .groups import total, weigh
 from .keys import average, key_value
 
-# Entries that a program looks at at once, and those of its list.
+# Entries that a program looks at at once, and entries of its list.
 CHUNK = tl.constexpr(2048)
 SEARCHED = tl.constexpr(1024)
 
 
 @triton.jit
 def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
-    """Append those of the numbers first [N] + 0 .. WIDTH - 1 that are chosen [N, WIDTH] to a list of `count`, as far as
+    """Append the numbers of first [N] + 0 .. WIDTH - 1 that are chosen [N, WIDTH] to a list of `count`, as far as
     there is room; what would come before its beginning is left out too. Returns the new count."""
     chosen = chosen.to(tl.int32)
     own = tl.sum(chosen, 1)

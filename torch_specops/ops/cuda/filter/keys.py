@@ -9,7 +9,7 @@ from ..tiles import widen
 
 @triton.jit
 def order_key(x):
-    """Raw logits -> int32 keys. The two zeros share a key; that of a NaN means nothing."""
+    """Raw logits -> int32 keys. The two zeros share a key; a NaN's key means nothing."""
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
     bits = x.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -(2 ** (BITS - 1)), 0, bits)
@@ -27,7 +27,7 @@ def key_value(key, DTYPE: tl.constexpr):
 
 @triton.jit
 def lowest_key(DTYPE: tl.constexpr):
-    """The key of the lowest logit that is not excluded, one above that of -inf."""
+    """The key of the lowest logit that is not excluded, one above the key of -inf."""
     return order_key(tl.full((), float("-inf"), tl.float32).to(DTYPE)) + 1
 
 
