@@ -8,9 +8,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_loops import GREEDY, LENGTH, expected_rows, limited, new_tokens
+from tiny_loops import GREEDY, LENGTH, TokenStreamer, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
@@ -286,6 +287,44 @@ def test_a_mask_that_is_missing_behind_transformers_or_for_an_encoder_is_said() 
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]])}
     with pytest.warns(UserWarning, match="inputs: attention_mask: none was given, and row 1 ends with the pad token 0"):
         torch_specops.generate(shared_tiny("t5"), torch.tensor([[1], [1]]), inputs=inputs, max_new_tokens=2)
+
+
+def test_prompts_may_be_a_list() -> None:
+    """Of lists, tensors and arrays; with a list of masks, as a tokenizer gives it."""
+    decoder = SpeculativeDecoder(shared_tiny("llama"), PromptLookup(min_ngram=1), sampling=GREEDY)
+    tensors = [torch.tensor(prompt, dtype=torch.int32) for prompt in PROMPTS]
+    masks = [[1] * len(prompt) for prompt in PROMPTS]
+    # The second prompt is padded on the left.
+    padded_masks = [[0] * (index == 1) + mask for index, mask in enumerate(masks)]
+    padded_prompts = [[9] * (index == 1) + list(prompt) for index, prompt in enumerate(PROMPTS)]
+    for prompts, mask in (
+        ([list(prompt) for prompt in PROMPTS], None),
+        (tuple(tensors), None),
+        ([np.array(prompt) for prompt in PROMPTS], masks),
+        (padded_prompts, padded_masks),
+    ):
+        output = decoder.generate(prompts, attention_mask=mask, max_new_tokens=LENGTH)
+        assert new_tokens(output) == expected_rows()
+        assert output.prompt_lengths.tolist() == list(map(len, PROMPTS))
+    assert streamed(list(decoder.stream([tensors[0]], max_new_tokens=LENGTH)), 1) == expected_rows()[:1]
+    streamer = TokenStreamer()
+    decoder.generate([tensors[0]], max_new_tokens=2, streamer=streamer)
+    assert streamer.heard[0] == list(PROMPTS[0])
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"input_ids": []}, ValueError, "input_ids: expected at least one prompt, got an empty list"),
+        ({"input_ids": [1, 2]}, ValueError, r"input_ids\[0\]: expected \[P\] with P >= 1, got shape \[\]"),
+        ({"input_ids": [[1], []]}, ValueError, r"input_ids\[1\]: expected \[P\] with P >= 1, got shape \[0\]"),
+        ({"input_ids": [[1], "a"]}, TypeError, r"input_ids\[1\]: expected an int64 tensor"),
+        ({"input_ids": [[1], [0.5]]}, TypeError, "input_ids: expected int64 tokens in every prompt, got .*float32"),
+        ({"input_ids": [[1], [60]]}, ValueError, r"input_ids: expected tokens in \[0, 60\), got 60"),
+        (
+            {"input_ids": [[1]], "attention_mask": torch.ones(1, 1)},
+            TypeError,
+            "attention_mask: expected None or a list",
+        ),
+        ({"input_ids": [[1]], "attention_mask": [[1, 1]]}, ValueError, "attention_mask: expected a number for each"),
+    ]
+    assert raised(lambda call: decoder.generate(**call), wrong) == []
 
 
 def test_generate_passes_everything_on() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..decode.inputs import EosTokenIds, Prompts, check_room, read_prompts
+from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_prompts
 from ..decode.models import evaluating, look_at, mode_of, modules_of
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
@@ -46,7 +46,7 @@ class BeamOutput(GenerationOutput):
 
 def beam_search(
     target: LanguageModel | nn.Module,
-    input_ids: Tensor,
+    input_ids: PromptIds,
     *,
     num_beams: int,
     draft: AnyDraft = None,
@@ -70,7 +70,7 @@ def beam_search(
 
     Args:
         target: a transformers model, or a `TreeModel`.
-        input_ids: [B, P] int64, padded on either side.
+        input_ids: as `generate` takes it.
         num_beams: w >= 1; 1 is greedy decoding, as in transformers.
         draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round. Once the
             longest text is longer than the draft can read, there are no drafts.

@@ -17,7 +17,7 @@ from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .compiled import CompiledSteps
 from .guard import Guard, Stream
-from .inputs import GenerateArguments, check_room, checked_sampling, read_prompts
+from .inputs import GenerateArguments, PromptIds, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
 from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
@@ -35,7 +35,7 @@ __all__ = ["SpeculativeDecoder", "generate"]
 @check_keywords
 def generate(
     target: LanguageModel | nn.Module,
-    input_ids: Tensor,
+    input_ids: PromptIds,
     *,
     draft: AnyDraft = None,
     num_draft_tokens: int | None = None,
@@ -198,17 +198,18 @@ class SpeculativeDecoder:
 
     @check_keywords
     def generate(
-        self, input_ids: Tensor, *, streamer: Streamer | None = None, **arguments: Unpack[GenerateArguments]
+        self, input_ids: PromptIds, *, streamer: Streamer | None = None, **arguments: Unpack[GenerateArguments]
     ) -> GenerationOutput:
         """Continue every prompt to its eos or limit.
 
         Args:
-            input_ids: [B, P] int64, a tensor or an array of numpy, padded on either side; for an encoder-decoder model,
-                the decoder's prompt.
+            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` gives
+                them; or a tensor or an array of numpy [B, P], padded on either side. For an encoder-decoder model, the
+                decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
                 whose `end` is called whatever ends the call.
-            attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding, with a warning if some rows look
-                padded.
+            attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
+                with a warning if some rows of a tensor look padded.
             max_new_tokens: the most tokens to emit, one number or one per row, >= 0; 128.
             sampling: for this call; None = the decoder's.
             seed: an int, from which a 64-bit hash makes a seed for each row; or the rows' own seeds, int64 [B] as a
@@ -247,7 +248,7 @@ class SpeculativeDecoder:
 
     def run(
         self,
-        input_ids: Tensor,
+        input_ids: PromptIds,
         arguments: GenerateArguments,
         streamer: Streamer | None = None,
         row_rules: Sequence[RowRule] = (),
@@ -269,7 +270,7 @@ class SpeculativeDecoder:
         return output
 
     @check_keywords
-    def stream(self, input_ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
+    def stream(self, input_ids: PromptIds, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
         The arguments are as in `generate`. They are checked, and the prompts are read, before the first step.
@@ -355,7 +356,7 @@ class SpeculativeDecoder:
         return completions_of(session, requests, progress)
 
     def _begin(
-        self, input_ids: Tensor, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
+        self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, Stream]:
         """Check a call, and read its prompts."""
         with self._guard.working():

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
 from ..drafts import LanguageModel
@@ -25,8 +26,10 @@ __all__ = [
     "AnyGrammar",
     "EosTokenIds",
     "GenerateArguments",
+    "PromptIds",
     "Prompts",
     "Seed",
+    "as_prompt",
     "check_logprobs",
     "check_room",
     "check_tokens",
@@ -34,6 +37,7 @@ __all__ = [
     "read_prompts",
 ]
 
+PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
 Seed = int | Sequence[int] | Tensor | None
@@ -94,7 +98,7 @@ class Prompts:
 
 def read_prompts(
     target: LanguageModel,
-    input_ids: Tensor,
+    input_ids: PromptIds,
     *,
     attention_mask: Tensor | None = None,
     max_new_tokens: int | Sequence[int] = 128,
@@ -122,7 +126,8 @@ def read_prompts(
     Raises:
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
     """
-    tokens, lengths = _align(input_ids, attention_mask, target.vocab_size)
+    prompts, attention_mask = _batch_of(input_ids, attention_mask)
+    tokens, lengths = _align(prompts, attention_mask, target.vocab_size)
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs: expected tensors by name, got {type(inputs)}")
     checks.check_int("num_return_sequences", num_return_sequences, 1)
@@ -315,6 +320,37 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
                     stacklevel=2,
                 )
                 return
+
+
+def as_prompt(name: str, values: Any) -> Tensor:
+    """[P] of a tensor, an array or a list."""
+    try:
+        tokens = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected an int64 tensor [P] or a list of tokens, got {type(values)}") from error
+    if tokens.dim() != 1 or len(tokens) == 0:
+        raise ValueError(f"{name}: expected [P] with P >= 1, got shape {list(tokens.shape)}")
+    return tokens
+
+
+def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """A list of prompts, and of their masks if there are any, as tensors with padding on the right."""
+    if not isinstance(input_ids, (list, tuple)):
+        return input_ids, attention_mask
+    if not input_ids:
+        raise ValueError("input_ids: expected at least one prompt, got an empty list")
+    rows = [as_prompt(f"input_ids[{index}]", prompt) for index, prompt in enumerate(input_ids)]
+    masks = [torch.ones_like(row) for row in rows]
+    if attention_mask is not None:
+        if not isinstance(attention_mask, (list, tuple)):
+            raise TypeError(f"attention_mask: expected None or a list, as input_ids is one, got {type(attention_mask)}")
+        masks = [as_prompt(f"attention_mask[{index}]", mask) for index, mask in enumerate(attention_mask)]
+        if list(map(len, masks)) != list(map(len, rows)):
+            raise ValueError("attention_mask: expected a number for each token of every prompt")
+    dtypes = {row.dtype for row in rows}
+    if len(dtypes) > 1 or not dtypes <= {torch.int64, torch.int32}:
+        raise TypeError(f"input_ids: expected int64 tokens in every prompt, got {', '.join(map(str, dtypes))}")
+    return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:

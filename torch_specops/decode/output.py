@@ -224,7 +224,7 @@ Streamer = Callable[[Step], object] | Any
 
 
 def streamer_calls(
-    streamer: Streamer | None, input_ids: Tensor, num_rows: int
+    streamer: Streamer | None, input_ids: Any, num_rows: int
 ) -> tuple[Callable[[Step], object], Callable[[], object]]:
     """The functions to call with every step, and at the end. A transformers streamer is given the prompt here."""
     if streamer is None:
@@ -232,7 +232,9 @@ def streamer_calls(
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         if num_rows != 1:
             raise ValueError(f"streamer: one with put and end takes a batch of one, got {num_rows} rows")
-        streamer.put(torch.as_tensor(input_ids, device="cpu"))
+        # A list has one prompt.
+        prompt = torch.as_tensor(input_ids[0])[None].long() if isinstance(input_ids, (list, tuple)) else input_ids
+        streamer.put(torch.as_tensor(prompt, device="cpu"))
         return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu")), streamer.end
     if callable(streamer):
         return streamer, lambda: None

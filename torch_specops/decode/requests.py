@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import checks
@@ -18,7 +17,7 @@ from ..drafts import LanguageModel
 from ..drafts.images import reads_images
 from ..grammars import Grammar
 from ..sampling import SamplingParams
-from .inputs import Prompts, Seed, read_prompts
+from .inputs import Prompts, Seed, as_prompt, read_prompts
 from .keywords import check_keywords
 from .output import TopLogprobs
 
@@ -222,21 +221,8 @@ def read_request(
     for name, value in inputs.items() if has_encoder and isinstance(inputs, Mapping) else ():
         if not isinstance(value, Tensor) or value.shape[:1] != (1,):
             raise ValueError(f"inputs: expected {name} with a batch of one, got {getattr(value, 'shape', type(value))}")
-    row = _as_row(fields.pop("input_ids"))
+    row = as_prompt("input_ids", fields.pop("input_ids")).unsqueeze(0)
     return read_prompts(target, row, default_sampling=sampling, logprobs=logprobs, top_logprobs=top_logprobs, **fields)
-
-
-def _as_row(input_ids: Any) -> Tensor:
-    """[1, P] of a prompt [P]."""
-    try:
-        tokens = torch.as_tensor(input_ids, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"input_ids: expected an int64 tensor [P] or a list of tokens, got {type(input_ids)}"
-        ) from error
-    if tokens.dim() != 1 or len(tokens) == 0:
-        raise ValueError(f"input_ids: expected [P] with P >= 1, got shape {list(tokens.shape)}")
-    return tokens.unsqueeze(0)
 
 
 def largest(requests: Collection[Any]) -> tuple[int, int]:
