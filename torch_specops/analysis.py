@@ -2,7 +2,7 @@
 
 alpha is the probability that a draft is accepted, given that the drafts before it were; K (gamma in the paper) is the
 number of drafts per step, and c the cost ratio. Every function of alpha assumes that drafts are accepted independently
-with the same probability, and that the target reads K + 1 tokens in the time of one. Arithmetic is float64. Arguments
+with the same probability, and that the target reads K + 1 tokens in the time of 1. Arithmetic is float64. Arguments
 are numbers or tensors, and broadcast against each other.
 """
 
@@ -106,7 +106,7 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
     paying = torch.ones_like(best, dtype=torch.bool)
     power, tokens = a.clone(), torch.ones_like(a)
     # One more draft pays iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). Left minus right falls with
-    # K, by (1 - alpha) alpha ** K (K c + 1), so the first K at which it does not pay is the best one.
+    # K, by (1 - alpha) alpha ** K (K c + 1), so the first K at which it does not pay is the best.
     for count in range(maximum):
         # For c = 0 every draft pays, even if its power has underflowed to 0.
         paying = paying & ((power * (count * c + 1) > c * tokens) | ((c == 0) & (a > 0)))
@@ -189,7 +189,7 @@ def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, 
     p = _distribution("target_logits", target_logits, t, target_logits)
     q = _distribution("draft_logits", draft_logits, t, target_logits)
     p, q = torch.broadcast_tensors(p, q)
-    # p(w) / p(v) is the larger one iff p(w) / q(w) >= p(v) / q(v).
+    # p(w) / p(v) is larger iff p(w) / q(w) >= p(v) / q(v).
     order = (p / q).nan_to_num(nan=0.0, posinf=math.inf).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
     of_p, of_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
@@ -210,7 +210,7 @@ def token_acceptance_probability(
 
     Args:
         target_logits, temperature, lenience, argmax_lenience: as for `acceptance_probability`, also the errors.
-        draft_tokens: [..] int64 or int32; one outside [0, V) is padding and is never accepted.
+        draft_tokens: [..] int64 or int32; a token outside [0, V) is padding and is never accepted.
         draft_logits: [.., V]; None = deterministic drafts: q is one-hot, and the result is min(1, p(x) / l). Where q(x)
             is 0, the result is 0 at temperatures above 0, because such a draft is never drawn.
 

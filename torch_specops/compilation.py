@@ -43,7 +43,7 @@ def choice(
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
-        # Text without a match has no drafts, and the time of an eager forward depends on the tokens it reads.
+        # Text without a match has no drafts, and an eager forward takes the time of the tokens it reads.
         return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
@@ -52,7 +52,7 @@ def choice(
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True)` with a limit of graphs of its own.
+    """`torch.compile(function, fullgraph=True)` with its own limit of graphs.
 
     torch counts graphs per code object, over all callers, and refuses the ninth. Decoders of many models, batch sizes
     and K would reach that limit, so each compiles a copy of the code. Inductor's own checks of the strides of weights
@@ -71,7 +71,7 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
 
 @contextmanager
 def compile_errors_named() -> Iterator[None]:
-    """Turns an error of torch's compiler, which fills pages, into one whose last line says where and why.
+    """Shortens a torch compiler error, which fills pages, to an error whose last line says where and why.
 
     Raises:
         RuntimeError: instead of the compiler's error, which is its cause.
@@ -82,7 +82,7 @@ def compile_errors_named() -> Iterator[None]:
         if not private.is_compiler_error(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # A first line such as "backend='inductor' raised:" says nothing without the next one.
+        # A first line such as "backend='inductor' raised:" says nothing without the next line.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         frames = list(getattr(error, "real_stack", None) or ())
         place = f", in {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
@@ -93,7 +93,7 @@ def compile_errors_named() -> Iterator[None]:
 
 def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
     """`compile_piece`, and once more where torch refuses a further graph: each value of an attribute, such as the scale
-    of an adapter, takes one."""
+    of an adapter, takes its own graph."""
     piece = compile_piece(function)
 
     def call(*args: Any) -> Any:

@@ -20,11 +20,11 @@ __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 
 @runtime_checkable
 class Grammar(Protocol):
-    """The state of one text: which tokens may come next. A class with these methods is one.
+    """The state of one text: which tokens may come next. Any class with these methods will do.
 
-    The text consists of the new tokens: the prompt is not fed. A state belongs to one text, so that every row and every
-    call needs an object of its own. One that has accepted a token of another text is refused, and so is one whose
-    attribute `num_accepted`, if it has one, is not 0. A class with `__slots__` needs "__weakref__" among them.
+    The text is the new tokens: the prompt is not fed. A state belongs to one text, so every row and every call needs
+    its own object. A state that has accepted a token of another text is refused, and so is a state with an attribute
+    `num_accepted` other than 0. A class with `__slots__` needs "__weakref__" among them.
 
     Examples:
         >>> import torch, torch_specops
@@ -70,7 +70,7 @@ def xgrammar(compiled_grammar: Any) -> Grammar:
 
     Args:
         compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of texts may share. Its stop tokens are the
-            eos tokens of its `TokenizerInfo`, which should be the row's.
+            eos tokens of its `TokenizerInfo`, which should match the row's.
 
     Raises:
         ModuleNotFoundError: xgrammar is not installed.
@@ -98,8 +98,8 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
     """A new text in a grammar of the library llguidance.
 
     Args:
-        tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, from which one is made, which takes
-            about half a second: of several texts, better once, with `llguidance.hf.from_tokenizer`.
+        tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, which is converted in about
+            half a second: for several texts, convert it once with `llguidance.hf.from_tokenizer`.
         grammar: as `llguidance.LLMatcher` takes it, for example from `LLMatcher.grammar_from_json_schema`.
 
     Raises:

@@ -13,10 +13,10 @@ The op then computes with the same scaled logits, bit for bit, unless the divisi
 On a CPU it returns the same tokens. On CUDA the order in which a kernel adds up a row depends on dtype and alignment,
 so a token can differ where the rounding of a sum decides.
 
-The op multiplies by 1 / T, which for other temperatures is not the quotient to the last bit. They are absorbed only on
-request: `any_temperature=True` also takes any other positive constant, and float32 tensors with one temperature for all
-rows or one per sequence, which must be positive. Scaled logits then differ in their last bits. Such a division stays if
-the op has a `draft_lse`, which was computed from the quotient.
+For other temperatures the op's product with 1 / T differs from the quotient in its last bits. They are absorbed only
+on request: `any_temperature=True` also takes any other positive constant, and float32 tensors with a positive
+temperature for all rows or per sequence. Such a division stays if the op has a `draft_lse`, which was computed from the
+quotient.
 
 Not absorbed are steps whose result is also used elsewhere, divisors per token, casts to a narrower dtype, logits or
 temperatures that are written to before the op reads them, and everything before `filter_logits`, which returns logits
@@ -50,7 +50,7 @@ config: Any
 CustomGraphPass: Any
 config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
-# A graph names an op or its one overload.
+# A graph names an op or its only overload.
 _OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.verify_gumbel}
 _OPS |= {_specops.sample, _specops.sample_gumbel}
 _OPS |= {op.default for op in _OPS}

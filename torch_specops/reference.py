@@ -20,7 +20,7 @@ FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
 LEAST_RESIDUAL = 2.0**-100
 # q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
 LARGEST_EXPONENT = 700.0
-# The share of top_p from which a mass counts as having reached it. float32(0.8), for one, lies above 0.8, so that eight
+# The share of top_p from which a mass counts as having reached it. float32(0.8), for example, lies above 0.8, so eight
 # of ten equal tokens would not reach it.
 TOP_P_REACHED = 1.0 - 2.0**-24
 
@@ -146,7 +146,7 @@ def filter_logits(
 
 
 def accepts(u: float, p_x: float, q_x: float) -> bool:
-    """u q(x) < p(x). Drafts of p(x) = 0 or q(x) = 0 fail whatever u is, also one outside [0, 1)."""
+    """u q(x) < p(x). Drafts with p(x) = 0 or q(x) = 0 fail whatever u is, even outside [0, 1)."""
     return p_x > 0 and q_x > 0 and u * q_x < p_x
 
 
@@ -240,7 +240,7 @@ def verify_block(
     for b in range(batch):
         t = _of_row(temperature, b, 1.0)
         if not t > 0:
-            # A greedy row, or one without a law.
+            # A greedy row, or a row without a law.
             row = slice(b, b + 1)
             args = (target_logits[row], draft_tokens[row], None, accept_uniforms[row], sample_uniforms[row])
             output_tokens[row], num_accepted[row] = verify_exact(*args, torch.tensor([t]))

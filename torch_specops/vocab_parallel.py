@@ -43,8 +43,8 @@ def verify_exact(
 ) -> tuple[Tensor, Tensor]:
     """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
 
-    Except where float32 rounding decides, the tokens are what the op gives on the whole logits; in greedy rows they
-    always are. On every rank they are the same. Every rank of the group must call it, with its own logits and otherwise
+    Except where float32 rounding decides, the tokens equal the op's on the whole logits; in greedy rows they
+    always do. Every rank gets the same tokens. Every rank of the group must call it, with its own logits and otherwise
     equal arguments: nothing compares them.
 
     Args:
@@ -60,8 +60,8 @@ def verify_exact(
             `torch_specops.vocab_parallel.sample` returned it.
         lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = the
-            DTensors' own, else the default group.
-        vocab_size: V. None = the DTensors', else R times the columns of `target_logits`: give it if R does not
+            DTensors' group, else the default group.
+        vocab_size: V. None = the DTensors' V, else R times the columns of `target_logits`: give it if R does not
             divide V, or if these are whole.
 
     Returns:

@@ -1,6 +1,6 @@
 """Scores the beams of every row, and extends them by one token.
 
-The arithmetic is transformers': float32 scores, summed in the same order, and candidates from the
+The arithmetic follows transformers' beam search: float32 scores, summed in the same order, and candidates from the
 same `topk` over the same shapes, so that even ties break alike. Here every row has its own length and end.
 """
 
@@ -31,7 +31,7 @@ class BeamScorer:
         scores: [B, w] float32, their summed log-probabilities.
         counts: [B] int64, how many new tokens they have.
         finished_tokens, finished_scores, finished_lengths, is_finished: [B, w, N], [B, w], [B, w], [B, w]: the finished
-            beams, best one first; their scores are divided by the penalty.
+            beams, best first; their scores are divided by the penalty.
         done: [B] bool, whether a row has ended.
         failed: [B] bool, whether it ended because no continuation had a finite score.
 
@@ -55,7 +55,7 @@ class BeamScorer:
 
         self.tokens = limits.new_zeros(batch, num_beams, longest)
         self.scores = limits.new_full((batch, num_beams), EXCLUDED, dtype=torch.float32)
-        # All beams begin with the same prompt, so only the first one may be continued.
+        # All beams begin with the same prompt, so only the first may be continued.
         self.scores[:, 0] = 0.0
         self.counts = torch.zeros_like(limits)
         self.finished_tokens = torch.zeros_like(self.tokens)
@@ -127,7 +127,7 @@ class BeamScorer:
         )
 
     def _may_improve(self, length: Tensor) -> Tensor:
-        """[B] whether the best running beam may still score better than the worst finished one."""
+        """[B] whether the best running beam may still score better than the worst finished beam."""
         if self.early_stopping == "never" and self.length_penalty > 0.0:
             length = self.limits
         best = self._penalised(self.scores[:, :1], length)

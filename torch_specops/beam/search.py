@@ -1,5 +1,5 @@
-"""Beam search with a draft: the same beams as without one, and several levels per forward of the target (Leviathan et
-al. 2023, appendix A.4)."""
+"""Beam search with a draft: the same beams as without a draft, and several levels per forward of the target
+(Leviathan et al. 2023, appendix A.4)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["BeamOutput", "beam_search"]
 
 @dataclass(frozen=True, kw_only=True)
 class BeamOutput(GenerationOutput):
-    """The best finished beams: R for each of B prompts, the beams of a prompt side by side, best one first.
+    """The best finished beams: R for each of B prompts, the beams of a prompt side by side, best first.
 
     `sequences`, `prompt_lengths` and `lengths` have B * R rows; the keys of `errors` are prompts. In `stats`, a step is
     a round, and what is counted as a token is a level: one more token for all beams of a prompt. So
@@ -81,7 +81,7 @@ def beam_search(
         num_draft_tokens: K >= 0, levels drafted per round.
         length_penalty: finished beams are compared by score / number of new tokens ** length_penalty.
         early_stopping: when a prompt with w finished beams is done. True: at once. False: when the best running beam,
-            at its current length, scores no better than the worst finished one. "never": when it could not at any
+            at its current length, scores no better than the worst finished beam. "never": when it could not at any
             length.
         num_return_sequences: R, 1 to num_beams.
         eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's generation

@@ -70,7 +70,7 @@ class BeamTree:
         tokens: [B, w] int64, the newest token of each beam, which has not been read.
         positions: [B] int64, its position.
         levels: the levels of the round so far, from the newest tokens down.
-        width: the slots from this one on are seen by no beam.
+        width: the slots from here on are seen by no beam.
     """
 
     def __init__(self, tokens: Tensor, lengths: Tensor, num_beams: int, num_slots: int) -> None:
@@ -104,7 +104,7 @@ class BeamTree:
 
     def read(self, model: TreeModel, levels: list[Level], with_parents: bool = False) -> Tensor:
         """Logits [B, n, V] of the nodes of some levels, one after another. With parents, the model also reads the
-        tokens before the newest ones, which it has not read."""
+        tokens before the newest, which it has not read."""
         tokens, slots, visible = _nodes(levels)
         num_nodes = tokens.shape[1]
         if with_parents:

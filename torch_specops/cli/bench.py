@@ -38,7 +38,7 @@ from .results import (
     totals,
 )
 
-# Answers to the first ones can largely be copied from the prompt, those to the last ones hardly.
+# Answers to the first prompts can largely be copied from the prompt, answers to the last hardly.
 PROMPTS = [
     PROMPT,
     "Correct the spelling, and change nothing else: The quik brown fox jumpd over the lazy dog, "
@@ -123,11 +123,11 @@ def bench(
 
     Compared are "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft
     and K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without
-    and with the draft. Assisted generation takes one prompt at a time; its prompt lookup equals "prompt-lookup:2".
+    and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is "prompt-lookup:2".
     Where transformers refuses it, as for models that keep a recurrent state, it is left out.
     Prompts go through the model's chat template, if there is one.
 
-    After a warm-up they take turns. A table comes as soon as it is measured; the lines below the last one explain the
+    After a warm-up they take turns. A table comes as soon as it is measured; the lines below the last table explain the
     columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature 0
     the outputs are compared.
 

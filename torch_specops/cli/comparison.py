@@ -121,7 +121,7 @@ class Comparison:
                     yield case, f"{place}, comparing greedy outputs"
                     self._compare(prompts, runs)
                 for index in range(self.rounds):
-                    # The order changes, because the first provider finds other caches than the later ones.
+                    # The order changes, because the first provider finds other caches than the rest.
                     first = (seed - self.seed) % len(runs)
                     for run in runs[first:] + runs[:first]:
                         yield case, f"{place}, round {index + 1} of {self.rounds}: {run.provider.name}"

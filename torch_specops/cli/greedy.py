@@ -13,7 +13,7 @@ from ..drafts import LanguageModel
 
 @dataclass(frozen=True)
 class GreedyDifference:
-    """A token other than the one that plain greedy decoding gives after the same text."""
+    """A token that plain greedy decoding would not give after the same text."""
 
     index: int  # in the output, from 0
     token: int

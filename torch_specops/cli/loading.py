@@ -184,14 +184,14 @@ def smollm2_directory() -> Path:
     The package carries the weights as a 4-bit GGUF file; they are kept as float32.
 
     Raises:
-        ValueError: a package is missing, with the command that installs it, or its file is not the known one.
+        ValueError: a package is missing, with the command that installs it, or its file is not the known file.
     """
     directory = cache_directory() / SMOLLM2
     if directory.is_dir():
         return directory
     gguf = _smollm2_gguf()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Converted elsewhere and renamed, so that an interrupted conversion never looks like a finished one.
+    # Converted elsewhere and renamed, so that an interrupted conversion never looks finished.
     with tempfile.TemporaryDirectory(prefix=f".{SMOLLM2}-", dir=directory.parent) as temporary:
         converted = Path(temporary) / "model"
         _convert_smollm2(gguf, converted)

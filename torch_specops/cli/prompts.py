@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .loading import read_text
 
-# The category of a line without one.
+# The category of a line that names none.
 ALL = "all"
 
 

@@ -44,7 +44,7 @@ class Provider:
     compiled: bool = False
     # It takes one prompt at a time.
     single: bool = False
-    # Forwards of the target also draft, so there are more of them than steps.
+    # Forwards of the target also draft, so that their number is not the number of steps.
     drafts_with_target: bool = False
 
 

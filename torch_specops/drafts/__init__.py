@@ -1,4 +1,4 @@
-"""Where draft tokens come from, one file per draft. Each is a `DraftSource`; one of your own derives from it and needs
+"""Where draft tokens come from, one file per draft. Each is a `DraftSource`; your own derives from it and needs
 only `propose`.
 
 Examples:

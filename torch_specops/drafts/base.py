@@ -41,8 +41,8 @@ class Draft:
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
             filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
-        matches: [B] int64, for drafts that were looked up: how many tokens at the end of each text stand before the
-            place that they were found at; None = not known. `Auto` learns from it.
+        matches: [B] int64, for drafts that were looked up: how many tokens at the end of each text also stand before
+            the place where they were found; None = not known. `Auto` learns from it.
     """
 
     tokens: Tensor
@@ -252,7 +252,7 @@ class LanguageModel(Protocol):
     """A causal language model over ragged rows: each sequence has its own length, and the model keeps a static cache
     that can be written at any position. examples/own_model.py has an example.
 
-    Any class with these attributes and methods is one. It may be an `nn.Module`: a loop puts it into evaluation mode
+    Any class with these attributes and methods will do. It may be an `nn.Module`: a loop puts it into evaluation mode
     while it decodes. `forward` becomes part of a compiled step: it must be traceable by torch.compile and must not wait
     for the device.
 
@@ -266,13 +266,13 @@ class LanguageModel(Protocol):
     that begin new texts; it is needed if slots that no token sees must be finite, because 0 times NaN is NaN.
     `replace_inputs(row, inputs)` gives a row other inputs [1, ...] than `start` did; sessions call it.
     `begin_texts(lengths, rows)` is called before the prompts of rows [A] int64, None = all, are read, with the lengths
-    [A] of these prompts; a model needs it if it reads a prompt otherwise than tokens that are added to it.
+    [A] of these prompts; a model needs it if it reads a prompt differently from tokens added to it.
 
     Three are for a model that keeps a state of the text (linear attention, Mamba), from which a token cannot be taken
     back:
 
     - `keeps_states`: True = the first forward of a text begins at its first token and ends within its prompt. Prompts
-      of different lengths are then read apart; otherwise a shorter one is read beyond its end.
+      of different lengths are then read apart; otherwise a shorter row is read beyond its end.
     - `expect(num_tokens)` is called before `start`: at most the newest `num_tokens` positions of a text are read again,
       and none inside its prompt but the newest.
     - `state_bytes`, the memory of these states, is added to `stats.state_bytes`.
@@ -281,9 +281,9 @@ class LanguageModel(Protocol):
 
     - `look()` takes over what has changed since the last look. It is called before texts begin in rows: before `start`,
       and in a session before `clear_rows`, while other rows go on. It raises a ValueError if the model cannot be read
-      any more, and a RuntimeError if what was read of texts does not fit it any more. The latter is passed over before
+      any more, and a RuntimeError if it no longer fits what was read of texts. The RuntimeError is ignored before
       `start`, which forgets these texts.
-    - `version` is another number after a look that found a change. CUDA graphs from before are then captured anew.
+    - `version` changes when a look finds a change. CUDA graphs from before are then captured anew.
     - `compile_key` is a hashable value of what a compiled forward depends on, and torch does not look at (hooks).
       Compiled code is used for an equal value only, and is kept.
     - `is_observed`: True = other code may keep what a forward computes, so that none runs in inference mode. It is read
@@ -382,7 +382,7 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     if not missing:
         return cast(LanguageModel, model)
     is_transformers = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-    # A model of PEFT has one of transformers as its base.
+    # A PEFT model has a transformers model as its base.
     if is_transformers or hasattr(model, "get_base_model"):
         assert language_model is not None
         return language_model(model)
@@ -416,7 +416,7 @@ def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor])
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:
-    """The static tensors of models and draft sources together; None if one's are not known."""
+    """The static tensors of models and draft sources together; None if any of them has unknown tensors."""
     tensors: list[Tensor] = []
     for part in parts:
         own = part.static_tensors() if hasattr(part, "static_tensors") else None

@@ -19,7 +19,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or the one of a repository on the Hugging Face hub, fetched if need be.
+    """The folder itself, or a repository's on the Hugging Face hub, fetched if need be.
 
     Raises:
         ValueError: there is neither, or it cannot be fetched.

@@ -23,7 +23,7 @@ class DFlash(PublishedDraft):
     the tokens in their places are known. The whole block is read whatever K is, and its first K tokens are the drafts:
     at each place the likeliest token, at any temperature.
 
-    `from_pretrained` reads drafters as z-lab publishes them (`architectures: ["DFlashDraftModel"]`), and those of
+    `from_pretrained` reads drafters as z-lab publishes them (`architectures: ["DFlashDraftModel"]`), and as in
     transformers (`MuseGlimmerAssistantModel`).
 
     Examples:

@@ -1,6 +1,6 @@
 """The network of a DFlash drafter (Chen et al. 2026, arXiv:2602.06036), and published drafters in two layouts.
 
-The layouts of z-lab and of transformers' Muse Glimmer assistant differ in the names of two weights, in where the config
+z-lab's layout and transformers' Muse Glimmer assistant differ in the names of two weights, in where the config
 has its fields, and in windows of w tokens. In z-lab's a token sees itself and w - 1 before it, and w - 1 after it if
 `is_causal` is False; in Muse's, w on each side.
 """
@@ -64,7 +64,7 @@ class DFlashConfig(LayerConfig):
 
 
 class DFlashHead(nn.Module):
-    """Reads features of the text and embeddings of a block. Parameters have z-lab's names."""
+    """Reads features of the text and embeddings of a block. Parameters are named as by z-lab."""
 
     frequencies: Tensor
 

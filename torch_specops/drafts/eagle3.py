@@ -74,15 +74,15 @@ class Eagle3(PublishedDraft, SequentialDraft):
     ) -> tuple[Tensor, Tensor | None]:
         """The logits, and the head's output [B, 1, H] that gave them."""
         if output is None:
-            # It has the strides of the outputs that follow, so that the graph that reads it is the same.
+            # Its strides match the outputs that follow, so that the same graph reads it.
             output = self._read_text(tokens, ends, positions)[:, -1:].contiguous()
         else:
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
 
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The head's output [A, n, H] at pairs [A, n]. A text of one token has no pair; its token with a feature of
-        zeros is read in its place."""
+        """The head's output [A, n, H] at pairs [A, n]. A text of one token has no pair; that token with a feature of
+        zeros is read instead."""
         following = tokens.gather(1, torch.minimum(positions + 1, ends - 1))
         return self._read(self.head.fuse(self._features(ends, positions, rows)), following, positions, rows)
 

@@ -4,7 +4,7 @@ The formats differ in three points:
 
 - EAGLE and SpecForge call the layer "midlayer", speculators "layers.0".
 - Layer ids in `eagle_config` count the layers whose outputs are the features. speculators counts the layers whose
-  inputs they are, one more.
+  inputs they are, 1 more.
 - `norm_output`, False in SpecForge: logits without the last norm. True in speculators: the next draft reads the output
   of the last norm.
 """

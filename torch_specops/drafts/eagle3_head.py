@@ -48,7 +48,7 @@ class Eagle3Config(LayerConfig):
 class Eagle3Head(nn.Module):
     """Reads pairs (feature of token i, token i + 1) and gives logits of token i + 2.
 
-    Parameters have the names of published heads.
+    Parameters are named as in published heads.
 
     Args:
         config: the sizes.

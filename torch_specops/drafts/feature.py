@@ -38,8 +38,8 @@ class FeatureDraft(SampledDraft):
     """A source with a network that reads features: what layers of the target read of each token.
 
     In a text of N tokens, the features of positions 0 to N - 2 are known, because the target reads the newest token
-    after the drafts. `start` and `restart` read all of a prompt but the last of them. A step reads those that it finds
-    new, and overwrites what was read for drafts.
+    after the drafts. `start` and `restart` read all of a prompt's but the last. A step reads the new features,
+    and overwrites what was read for drafts.
 
     Args:
         head: the network.
@@ -108,9 +108,9 @@ class FeatureDraft(SampledDraft):
 
     def _new_positions(self, lengths: Tensor, num_steps: int = 0) -> Tensor:
         """[B, n] the newest positions with features, among them all since the last call; n is constant if the step
-        cannot look at its lengths: enough for `num_steps` steps without drafts, and one whose drafts were all accepted.
-        Position 0 stands for those before it, also in a text of one token."""
-        # A step may have fewer drafts than the one before.
+        cannot look at its lengths: enough for `num_steps` steps without drafts and a step that accepted all drafts.
+        Position 0 stands for any before it, also in a text of one token."""
+        # A step may have fewer drafts than the step before.
         count = num_steps + self._most_drafts + 1
         if self._is_eager_cpu(lengths):
             assert self._num_read is not None

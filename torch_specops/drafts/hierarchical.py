@@ -25,12 +25,12 @@ class HierarchicalDraft(ModelDraft):
 
     Each forward of the draft model reads what the inner source proposes, keeps what `verify_exact` accepts, and adds
     one token, so that K drafts take fewer forwards. The tokens kept have exactly the draft model's distribution q, and
-    `Draft.logits` belong to q, so the target's distribution is kept. Positions not filled after `num_forwards`
+    `Draft.logits` are q's logits, so the target's distribution is kept. Positions not filled after `num_forwards`
     forwards are padding. Padding is safe here because its place depends on earlier positions only (docs/math.md,
     section 6).
 
     An inner source that samples gets seeds of its own for every forward, so that it never uses a random number that
-    anything else uses; its own q is then the one that `verify_exact` compares with the draft model's.
+    anything else uses; `verify_exact` then compares its own q with the draft model's.
 
     With `verify="gumbel"` all three share the noise of the target: `verify_gumbel` keeps inner drafts, seeds are the
     row's own, and no logits are returned.
@@ -87,9 +87,9 @@ class HierarchicalDraft(ModelDraft):
         self.inner.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
-        # A row that has all of its drafts goes on by inner ones, and a repeated step begins before the newest token.
+        # A row that has all of its drafts goes on by inner drafts, and a repeated step begins before the newest token.
         super().expect(num_draft_tokens + self.num_inner_tokens + 1)
-        # It catches up with one token, and its text grows by the drafts of the step.
+        # It catches up with a token, and its text grows by the drafts of the step.
         self.inner.expect(num_draft_tokens + self.num_inner_tokens + 2)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -108,7 +108,7 @@ class HierarchicalDraft(ModelDraft):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         super().catch_up(tokens, lengths, num_steps)
-        # One more, as in `propose`.
+        # One token more, as in `propose`.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), num_steps + 1)
 
     @property
@@ -138,7 +138,7 @@ class HierarchicalDraft(ModelDraft):
         drafts = tokens.new_full((batch, room), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
-        # Read two tokens at first: after a step whose drafts were all accepted, the last one was never read.
+        # Read two tokens at first: after a step whose drafts were all accepted, the last draft was never read.
         num_unread = 2
         has_own_seeds = not (self.inner.deterministic or sampling.coupled)
         of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards

@@ -13,8 +13,8 @@ __all__ = ["ImageModel", "reads_images"]
 
 
 class ImageModel(LanguageModel, Protocol):
-    """A language model that reads images in the prompt: `start` and `replace_inputs` get the images of prompts that are
-    read next, as `check_images` returns them, and `read_images` reads these prompts."""
+    """A language model that reads images in the prompt. `start` and `replace_inputs` get the images of the prompts that
+    come next, as `check_images` returns them; `read_images` reads these prompts."""
 
     @property
     def reads_images(self) -> bool:
@@ -39,7 +39,7 @@ class ImageModel(LanguageModel, Protocol):
 
     def read_images(self, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
         """Read the prompts of `rows` in tokens [B, W] that images were taken for, but for at most the `num_unread`
-        newest tokens, and free these images; returns their rows. `start` gets the images of every prompt, whose
+        newest tokens, and free these images; returns their rows. Images in `start` belong to every prompt, whose
         sequences stand together. Raises ValueError if the model refuses the images."""
         ...
 

@@ -143,7 +143,7 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
         return frequencies
     if kind == "linear":
         return frequencies / rope["factor"]
-    # Llama 3.1 slows slow rotations down by the factor, keeps fast ones, and blends in between.
+    # Llama 3.1 slows slow rotations down by the factor, keeps the fast, and blends in between.
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

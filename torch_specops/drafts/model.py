@@ -110,7 +110,7 @@ class SequentialDraft(SampledDraft):
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [B, 1, V] of the next token, and what the next call gets as `output`; the first one gets None.
+        """The logits [B, 1, V] of the next token, and what the next call gets as `output`; the first call gets None.
         Tokens and positions come from `_unread`, and later the previous draft [B, 1] and its position. `ends` [B, 1]
         is the length of the text with the previous drafts."""
 
@@ -150,7 +150,7 @@ class ModelDraft(SequentialDraft):
         return self.model.max_length if hasattr(self, "model") else None
 
     def bind(self, target: LanguageModel) -> None:
-        # The draft reads the output of the target's encoder if it has the same one or none of its own.
+        # The draft reads the output of the target's encoder if it has the same encoder or none of its own.
         if hasattr(target, "share_encoder"):
             self.model = target.share_encoder(self.model)
         # A draft of text alone reads the placeholders of images as tokens.
@@ -181,8 +181,8 @@ class ModelDraft(SequentialDraft):
         self.model.forward(tokens.gather(1, positions), positions, 1)
 
     def _inside(self, positions: Tensor) -> Tensor:
-        """Positions that the model can read: those before a text are its first one, those behind what the model can
-        read the last one there, where no draft is wanted any more."""
+        """Positions that the model can read: a position before the text becomes its first, a position beyond what the
+        model can read the last that it can, where no draft is wanted any more."""
         return positions.clamp(0, None if self._room is None else self._room - 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:

@@ -61,8 +61,8 @@ class MTP(FeatureDraft):
     ) -> MTP:
         """The layers in the target's own checkpoint, which loading a model leaves out.
 
-        They are found by their names in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of the
-        target's layers), in Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or in MiMo (`model.mtp_layers`).
+        They are found by their names, as in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of
+        the target's layers), of Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or of MiMo (`model.mtp_layers`).
 
         Args:
             target: a transformers model, on the device where the layers are to be.
@@ -72,7 +72,7 @@ class MTP(FeatureDraft):
 
         Raises:
             TypeError: a target that is not of transformers.
-            ValueError: no such folder, or one without MTP weights; a weight that is missing, unknown, quantised or of
+            ValueError: no such folder, or no MTP weights in it; a weight that is missing, unknown, quantised or of
                 another shape, by name; another number of layers than the config says, if it says one.
         """
         assert read_head is not None

@@ -58,7 +58,7 @@ class NGram(DraftSource):
         # [C] int64, ascending. A context is a number in base V + 1 with the newest token as its lowest digit. The digit
         # of a token is token + 1; 0 is no token. So the unigram is context 0, and longer contexts are larger numbers.
         self._contexts = contexts
-        # [C + 1], where each context's continuations begin; None = each has one.
+        # [C + 1], where each context's continuations begin; None = each has exactly 1.
         self._starts = starts
         # [T] int32 and [T] float32, the most frequent first within a context.
         self._continuations = continuations
@@ -184,7 +184,7 @@ class NGram(DraftSource):
         assert self._starts is not None and self._log_counts is not None
         start, end = self._starts[context], self._starts[context + 1]
         candidate = start.unsqueeze(1) + torch.arange(self.max_candidates, device=context.device)
-        # A context with fewer candidates repeats its last one, which writes the same number to the same place.
+        # A context with fewer candidates repeats its last, which writes the same number to the same place.
         candidate = torch.minimum(candidate, end.unsqueeze(1) - 1)
         row = self._log_counts.new_full((context.shape[0], self.vocab_size), -torch.inf)
         return row.scatter(1, self._continuations[candidate].long(), self._log_counts[candidate])
@@ -193,7 +193,7 @@ class NGram(DraftSource):
 def _most_frequent(
     contexts: Tensor, continuations: Tensor, vocab_size: int, max_candidates: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The distinct contexts [C], ascending; where each one's continuations start [C + 1]; the continuations [T], most
+    """The distinct contexts [C], ascending; where the continuations of each start [C + 1]; the continuations [T], most
     frequent first and among equals the lowest token; and their counts [T]."""
     unique_contexts, context = torch.unique(contexts, return_inverse=True)
     pairs, counts = torch.unique(context * vocab_size + continuations, return_counts=True)

@@ -35,7 +35,7 @@ class RowReader(LanguageModel, Protocol):
     """A language model that can read some rows of its batch and leave the others unchanged.
 
     It may have `copy_rows(sources, width)`: row i then has read what row sources[i] has, the first `width` tokens. With
-    `packs_rows`, True, it has `forward_packed(tokens, positions, is_read, rows)` too: `forward` for the tokens of
+    `packs_rows`, True, it has `forward_packed(tokens, positions, is_read, rows)` too: `forward` for the tokens
     [A, n] that `is_read` [A, n] bool names, the first of each row, with logits [N, V], row by row.
     """
 
@@ -57,8 +57,8 @@ def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
 
 
 def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = None) -> None:
-    """Let a model forget what it has read of rows [A], None = all, which `start` has cleared; and tell it how long the
-    prompts [A] are that they get now, if it goes by that."""
+    """Let a model forget what it has read of rows [A], None = all, which `start` has cleared; and tell it the lengths
+    [A] of their new prompts, if it depends on them."""
     with normal_tensors():
         if rows is not None and hasattr(model, "clear_rows"):
             model.clear_rows(rows)
@@ -109,7 +109,7 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
 
 
 def _read_images(model: LanguageModel, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
-    """Let a model read those prompts of these rows that it has been given images for; returns their rows."""
+    """Let a model read the prompts of these rows that have images; returns their rows."""
     return model.read_images(tokens, rows, num_unread) if reads_images(model) else []
 
 

@@ -23,7 +23,7 @@ class TokenMap:
     """A `LanguageModel` with another vocabulary, mapped so that it can draft for the target.
 
     Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
-    token without a twin has the logit -inf and is never proposed. So the draft has the distribution of its model,
+    token without a twin has the logit -inf and is never proposed. So the draft has its model's distribution,
     restricted to tokens with a twin. These logits are what is sampled and verified, so the target's distribution is
     kept; missing twins only lower the acceptance rate.
 

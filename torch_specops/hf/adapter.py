@@ -43,13 +43,13 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
     Args:
-        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around one: its base
+        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around it: its base
             with the active adapter.
 
     Raises:
         TypeError: no transformers model.
-        ValueError: a model that cannot be rolled back (states outside of transformers' cache, indexed attention), one
-            without a language head, offloaded or on several devices, an attention implementation that takes no mask, a
+        ValueError: a model that cannot be rolled back (states outside of transformers' cache, indexed attention), has
+            no language head, is offloaded or on several devices; an attention implementation that takes no mask, a
             `forward` set on a module that may run modules in training mode, an encoder-decoder model other than Whisper
             and T5, or a model of an untested family that takes no cache and masks, or whose logits with them differ
             from those without.
@@ -120,8 +120,8 @@ def _architecture(model: PreTrainedModel) -> Hashable:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _check(adapter: TransformersModel) -> Reading:
-    """Compare logits read through the cache, after a rollback, with logits of a forward without a cache; with the
-    lengths lowered at which the model changes, so that a few tokens cross them.
+    """Compare logits read through the cache, after a rollback, with a forward that has no cache; with the lengths
+    lowered at which the model changes, so that a few tokens cross them.
 
     Raises:
         ValueError: the logits differ below these lengths too, or the model takes no cache and masks.
@@ -194,7 +194,7 @@ def _difference(
     for begin in (index[:, :1], index[:, 1:3]):
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
-    # Test the widths of eager and of compiled steps.
+    # Test both widths: of eager and of compiled steps.
     tokens, wanted = tokens[0, positions], expected[0, positions]
     found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
     if use_spans and adapter.packs_rows:

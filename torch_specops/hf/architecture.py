@@ -74,8 +74,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that cannot be rolled back, one without a language head, and one that is offloaded,
-    on several devices or sharded by FSDP2 over several ranks."""
+    """Raise ValueError for a model that cannot be rolled back, has no language head, or is offloaded, on several
+    devices or sharded by FSDP2 over several ranks."""
     _check_layers(model)
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):

@@ -67,7 +67,7 @@ def read_assistant_settings(
 
 
 def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
-    """The value of a setting that somebody chose: the caller, else the config, else the draft model's."""
+    """The value of a setting that somebody chose: the caller's, else the config's, else the draft model's."""
     if given is not None:
         return given
     value = getattr(config, name, None)

@@ -32,7 +32,7 @@ def grouped_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. In place of a mask
+    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. Instead of a mask
     it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64.
 
     Queries may be packed, as [1, G * heads, N, D] for keys of several sequences: those to which the mask [B, 1, n, W]

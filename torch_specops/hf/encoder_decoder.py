@@ -31,7 +31,7 @@ class EncoderDecoderModel(TransformersModel):
         super().__init__(model, num_layers, check)
         # The output of the encoder, where it has run already; `start` then does not run it.
         self.encoder_outputs: Tensor | None = None
-        # The model whose encoder this one has too, if it is the draft's, and what that one's encoder has read last.
+        # For a draft's model: the model that shares its encoder, and what that encoder has read last.
         self._encodes_for_us: EncoderDecoderModel | None = None
         self._inputs: Mapping[str, Tensor] | None = None
         self._encoder_states: Tensor | None = None

@@ -66,12 +66,12 @@ def custom_generate(
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: any; with a draft, any that is a function of its arguments. One without a counterpart in
-            `SamplingParams`, and those before it, are called as transformers would call them; such steps are not
-            compiled.
-        stopping_criteria: any. A row ends with the token at which one says so. Criteria other than lengths, eos tokens,
-            stop strings and times are called as transformers would call them: once per token, with all rows, and with
-            scores if they are asked for.
+        logits_processor: any; with a draft, any that is a function of its arguments. A processor without a counterpart
+            in `SamplingParams` is called as transformers would call it, and so is every processor before it; such
+            steps are not compiled.
+        stopping_criteria: any. A row ends with the token at which a criterion says so. Criteria other than lengths,
+            eos tokens, stop strings and times are called as transformers would call them: once per token, with all
+            rows, and with scores if they are asked for.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` is the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True` are
@@ -85,7 +85,7 @@ def custom_generate(
             "heuristic_transient" both begin anew in each call. None = what `generation_config` says other than
             transformers' default (20, "constant"), else what the generation config of a draft model says.
         assistant_confidence_threshold: 0 or None.
-        token_streamer: the `streamer` of `SpeculativeDecoder.generate`. One of transformers is passed as `streamer=`.
+        token_streamer: the `streamer` of `SpeculativeDecoder.generate`. Pass a transformers streamer as `streamer=`.
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
         tokenizer: not used here; `generate` needs it for stop strings.

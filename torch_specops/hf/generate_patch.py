@@ -1,8 +1,8 @@
 """Arguments of transformers' `generate` that it withholds when `custom_generate` is a function.
 
 `generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
-without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.24). One
-of its methods sees them all before the first token, and it gets an addition here. Another one refuses drafts where
+without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.24). A
+method of it sees them all before the first token, and gets an addition here. Another method refuses drafts where
 transformers' own loop cannot use them: for models that keep a state of the text, and several sequences of a prompt.
 """
 

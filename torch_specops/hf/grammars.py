@@ -16,7 +16,7 @@ __all__ = ["take_grammars"]
 def take_grammars(
     processors: LogitsProcessorList, grammar: AnyGrammar, num_rows: int
 ) -> tuple[LogitsProcessorList, AnyGrammar]:
-    """The processors without the one of a grammar, and a new text in that grammar for each row; the arguments if there
+    """The processors without the grammar's, and a new text in that grammar for each row; the arguments if there
     is none that can be taken out: it is new, no warper comes before it, and what comes after it is understood.
 
     Args:

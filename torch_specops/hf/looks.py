@@ -34,7 +34,7 @@ __all__ = ["Look"]
 # images leaves its `rope_deltas`, which no forward of this loop reads.
 NOT_LOOKED_AT = frozenset({*vars(nn.Module()), "rope_deltas"})
 
-# Id -> an object and its number, because another one may get its id later.
+# Id -> an object and its number, because another object may get its id later.
 _numbers: dict[int, tuple[ReferenceType[Any], int]] = {}
 _next_number = count()
 
@@ -62,15 +62,15 @@ class Look:
         self._not_followed: set[str] = set()
         # All that was met, in order.
         self._met: list[Any] = []
-        # Id -> a config, and what it said when it was copied; and its copy. Configs that are one object, or one inside
-        # another, are so in the copy.
+        # Id -> a config, and what it said when it was copied; and its copy. Configs that are the same object, or inside
+        # each other, are so in the copy.
         self._said: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
         self._configs: dict[int, PreTrainedConfig] = {}
         self._met_configs: set[int] = set()
         if before is not None and before._says_the_same():
             self._said, self._configs = dict(before._said), dict(before._configs)
-        # Parts -> what was made of them, in this look and the one before. Compiled code looks at the identity of a
-        # function. Older ones are forgotten: some trainers wrap a model anew in every step.
+        # Parts -> what was made of them, in this look and the look before. Compiled code looks at the identity of a
+        # function. Older parts are forgotten: some trainers wrap a model anew in every step.
         self._made: dict[Hashable, Any] = {}
         self._made_before = {} if before is None else before._made
         # What is being followed.
@@ -149,10 +149,10 @@ class Look:
         return clone
 
     def _follow_hooks(self, hooks: dict[int, Any], with_kwargs: dict[int, bool], module: nn.Module, name: str) -> None:
-        """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called as
-        they are, because many take notes on the model."""
+        """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called
+        unchanged, because many take notes on the model."""
         for key, hook in hooks.items():
-            # transformers' hooks take note of what a forward shall return.
+            # transformers' own take note of what a forward shall return.
             self.is_observed |= package(hook) != "transformers"
             self.code += (_number(hook), key in with_kwargs)
             if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):

@@ -53,7 +53,7 @@ class TransformersModel:
 
     The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ShadowModel`).
     A forward writes each row's tokens at the row's own slots, and is given an explicit 4D mask and explicit positions.
-    Layers with a sliding window keep all slots too, and the mask hides the old ones, so that rollback is always
+    Layers with a sliding window keep all slots too, and the mask hides the old slots, so that rollback is always
     possible. Logits come back as float32 or the model's 16-bit dtype.
 
     Args:
@@ -312,13 +312,13 @@ class TransformersModel:
         return self.supports_spans
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:
-        """`forward` for the tokens of [A, n] that `is_read` [A, n] bool names, the first of each row. Returns their
+        """`forward` for the tokens [A, n] that `is_read` [A, n] bool selects, the first of each row. Returns their
         logits [N, V], row by row. Waits for the device."""
         members, places = is_read.nonzero(as_tuple=True)
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
         owners = (members if rows is None else rows[members]).unsqueeze(0)
         slots = torch.arange(int(at.amax()) + 1, device=at.device).unsqueeze(0)
-        # A single row then is an ordinary one.
+        # A single row is then read as usual.
         positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
         # Attention knows padding by its seeing nothing.
         seen = self._mask(positions, slots, (slots <= positions.unsqueeze(2)) & is_read.unsqueeze(2))
@@ -380,7 +380,7 @@ class TransformersModel:
 
     def _lengths_at(self, positions: Tensor) -> Tensor:
         """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a
-        token of the prompt, and later the one that ends with the token."""
+        token of the prompt, and later the length that ends with the token."""
         lengths, owners = positions + 1, self._require_cache().owners
         if self._prompt_lengths is None:
             return lengths

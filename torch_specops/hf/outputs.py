@@ -37,7 +37,7 @@ class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
 class Predictions:
     """Scores and logits of a call, as transformers' `generate` returns them: for each new token [B, V] float32.
 
-    An eager step pushes all of the target's logits; once the host has read the step's record, only those of the emitted
+    An eager step pushes all of the target's logits; once the host has read the step's record, only the emitted
     tokens are kept, B x L x V x 4 bytes in the end.
 
     Args:

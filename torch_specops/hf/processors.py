@@ -109,8 +109,8 @@ def read_processors(
     pad_token_id: int,
     asked_once: bool,
 ) -> ProcessorSampling:
-    """The last processors as temperature, filters and the rest of `SamplingParams`; if one before them has no
-    counterpart, all up to it are called as they are.
+    """The last processors as temperature, filters and the rest of `SamplingParams`; if a processor before them has no
+    counterpart, all up to it are called unchanged.
 
     Args:
         input_ids, attention_mask: [B, P], the prompts with their padding.
@@ -148,7 +148,7 @@ def read_processors(
 def _merged(
     processors: list[LogitsProcessor], fields: list[dict[str, Any] | None], stage: int
 ) -> dict[str, Any] | None:
-    """The fields of all processors. None if one has none, if two have the same, or if the processors do not come in the
+    """The fields of all processors. None if a processor has none, if two have the same, or if they do not come in the
     order of stages, from `stage` on."""
     values: dict[str, Any] = {"biases": ()}
     for processor, own in zip(processors, fields, strict=True):
@@ -213,11 +213,11 @@ class _Called:
 
     Rows have different numbers of new tokens. Each call passes all rows, because a processor may know its rows by
     index, and only rows with the right number keep the result. The others show what can come about too: a row ahead is
-    cut, one behind has more padding on its left, and one that has ended has padding after its eos, as in transformers.
+    cut, a row behind has more padding on its left, and an ended row has padding after its eos, as in transformers.
     No call is made for what follows an eos, or a draft that a call has excluded.
 
     Unless they are asked about each text once, the processors are asked about the first texts again after others, and
-    one with another answer is refused.
+    a processor with another answer is refused.
 
     Args:
         prompt_lengths: [B], without padding.
@@ -296,7 +296,7 @@ class _Called:
         return answers[1:]
 
     def _of_rows_asked(self, processor: Any) -> Any:
-        """The processor; one that asks a function about each row alone then asks about no other rows."""
+        """The processor. If it asks a function about each row alone, it then asks about no other rows."""
         if type(processor) is not generation.PrefixConstrainedLogitsProcessor or processor._num_beams != 1:
             return processor
         allowed = processor._prefix_allowed_tokens_fn

@@ -89,7 +89,7 @@ class StepStates:
         return None
 
     def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The inputs [A, C, S] of a convolution -> what it sees of them and of earlier ones, [S, A, C, W]."""
+        """The inputs [A, C, S] of a convolution -> what it sees of them and of earlier inputs, [S, A, C, W]."""
         seen = []
         for index, token in enumerate(inputs.unbind(2)):
             state = self._load(self.conv, index)

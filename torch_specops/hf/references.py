@@ -110,7 +110,7 @@ def _content(cell: CellType) -> Any:
 
 
 def globals_of(function: FunctionType) -> Iterator[Any]:
-    """The globals that a function names and that may call modules: of functions only those in the same file."""
+    """The globals that a function names and that may call modules: of functions only from the same file."""
     codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]

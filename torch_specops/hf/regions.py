@@ -41,7 +41,7 @@ def compile_once(layers: Iterable[nn.Module]) -> None:
         vars(layer).setdefault("forward", MethodType(forward, layer))
 
 
-# Pickle finds a method by its name, and then finds the one of the layer's class.
+# Pickle finds a method by its name, and then finds the method of the layer's class.
 def forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     is_compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
     # On CUDA a layer also fuses with its neighbours, and what that is worth was not measured.

@@ -117,7 +117,7 @@ class RereadingModel(TransformersModel):
 
     @contextmanager
     def _reading(self, is_long: bool) -> Iterator[int]:
-        """Within it the cache is the one of long or of short prefixes. Gives its capacity."""
+        """Within it the cache holds long or short prefixes. Gives its capacity."""
         self._cache, self._is_long = self._caches[is_long], is_long
         if self._features is not None:
             self._features.follow(self._cache)

@@ -44,7 +44,7 @@ class ShadowModel:
             own_layers: True = an attribute that may run the model's layers and not the copy's is an error.
 
         Raises:
-            ValueError: there is one, or there is one in a model in training.
+            ValueError: there is such an attribute, and `own_layers` is set or the model is in training.
         """
         look = Look(self._copies, self.newest)
         copied = look.copy_of(model)
@@ -59,7 +59,7 @@ class ShadowModel:
             clone = self._copies[module]
             object.__setattr__(clone, "__class__", type(module))
             object.__setattr__(clone, "__dict__", attributes)
-        # Last: the look after an interrupted one is compared with the one before it.
+        # Last: after an interrupted look, the next is compared with the look before it.
         look.attributes = {}
         self.newest = look
         return copied

@@ -32,7 +32,7 @@ State = tuple[str, int]
 KINDS = ("conv_states", "recurrent_states")
 # The states of modules that `recurrences.py` knows.
 STATES_OF_STEPS = ((("conv_states", 0),), (("conv_states", 0), ("recurrent_states", 0)))
-# What a forward calls that keeps a state in the cache; and what one calls that keeps keys.
+# What forwards call that keep a state in the cache; and what forwards call that keep keys.
 KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state", "get_recurrent_state"}
 KEEPS_KEYS = "update"
 
@@ -41,7 +41,7 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose own forward keeps a state in the cache.
 
     Raises:
-        ValueError: one keeps keys too, and cannot read token by token.
+        ValueError: a module keeps keys too, and cannot read token by token.
     """
     modules = list(model.modules())
     forwards = {kind: _keeps_a_state(kind) for kind in {*map(type, modules)}}
@@ -54,7 +54,7 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
-    """The forward that keeps a state: the one of a class, or the one that it has inherited and may call."""
+    """The forward that keeps a state: the class's own, or an inherited forward that it may call."""
     forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
     return next((each for each in forwards if KEEPS_A_STATE & _names_in(each)), None)
 
@@ -129,7 +129,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         for kind, index in found:
             state = getattr(self, kind)[index]
             if kind == "recurrent_states":
-                # Under autocast a prompt's may have 16 bits, a step's never.
+                # Under autocast a prompt's may have 16 bits. A step's never do.
                 state = state.to(torch.promote_types(state.dtype, torch.float32))
             ring = self.rings.get((kind, index))
             if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:

@@ -28,7 +28,7 @@ __all__ = ["StopRules", "read_criteria", "stop_string_rule"]
 
 # As in transformers.
 _PREFIX = "abcdef"
-# What is known of each tokenizer that is in use, and the lock for adding one.
+# What is known of each tokenizer that is in use, and the lock for adding to it.
 _token_bytes: WeakKeyDictionary[Any, _TokenBytes] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -139,7 +139,7 @@ class _TokenBytes:
             return bytes(self._letters[letter] for letter in name)
         if self._has_named_bytes and re.fullmatch("<0x[0-9a-fA-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
-        # A token may look different where a text begins, so another one stands before it.
+        # A token may look different where a text begins, so another token stands before it.
         before = self._prefix or [name]
         text, start = tokenizer.convert_tokens_to_string([*before, name]), _PREFIX
         if start not in text:

@@ -40,16 +40,16 @@ def verify_exact(
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Verify K draft tokens per sequence and draw the next one: lossless speculative sampling.
+    """Verify K draft tokens per sequence and draw the next token: lossless speculative sampling.
 
     Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`; the first failure ends the walk, and the next
     token is drawn from the residual max(p - q, 0) of that position, or from p after K acceptances (Leviathan et al.
     2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
-    have exactly the target's law. Arithmetic is float32 or better. docs/math.md states the law in full, for NaN, masked
-    and padded input too.
+    have exactly the target's distribution. Arithmetic is float32 or better. docs/math.md states the law in full, also
+    for NaN, masked and padded input.
 
-    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so the target has the law of
-    sampling with the same filters. If the drafts were sampled without them, pass `filter_draft=False`: q is then the
+    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so p is what sampling with the
+    same filters draws from. If the drafts were sampled without them, pass `filter_draft=False`: q is then the
     softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have another law.
     No filtered copy is written either way.
 
@@ -74,7 +74,7 @@ def verify_exact(
         top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
-            then differ from the target's greedy one. Sampled rows ignore it.
+            then differ from the target's greedy text. Sampled rows ignore it.
         filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
             q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
 
@@ -121,10 +121,10 @@ def verify_block(
 
     With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
     h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
-    A failure does not end the walk: a likely token makes up for an earlier unlikely one. The next token is drawn from
-    max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i, the
-    emitted tokens have exactly the target's law, and every number of drafts is accepted at least as often as by
-    `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
+    A failure does not end the walk: a likely token makes up for an unlikely token before it. The next token is drawn
+    from max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i,
+    the emitted tokens have exactly the target's distribution, and every number of drafts is accepted at least as often
+    as by `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
 
     It reads more than `verify_exact`: every row once, then the pairs of rows at which the block may still end.
 
@@ -179,7 +179,7 @@ def verify_sigmoid(
     """Verify with sigmoid scores instead of probabilities: LOSSY, but it reads two logits per draft instead of rows.
 
     The scores p^ = sigmoid((z_p / T - alpha) / (beta - alpha)), and q^ likewise, replace p and q in `verify_exact`
-    (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to one, so the emitted tokens do not have the
+    (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to 1, so the emitted tokens do not have the
     target's law. With a large beta - alpha the scores are nearly constant, and nearly every draft is accepted. The
     bonus token (all K accepted) is drawn from softmax(target_logits[:, K] / T).
 
@@ -226,7 +226,7 @@ def sample(
 
     Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`:
     then its q is the distribution that was sampled from (the draws from M_q in Leviathan et al. 2023, Algorithm 1).
-    With filters, softmax and logsumexp are over the tokens that `filter_logits` keeps; no filtered copy is written.
+    With filters, softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy is written.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
@@ -236,8 +236,8 @@ def sample(
         top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
 
     Returns:
-        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never one of weight zero; -1 for a
-        row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
+        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never a token of weight zero; -1 for
+        a row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
         lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
 
     Raises:

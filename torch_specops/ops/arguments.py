@@ -183,14 +183,14 @@ def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
 
 
 def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
-    """The checks that all verify ops share, except for the temperature's."""
+    """The checks that all verify ops share, except the temperature's."""
     logits = given.target_logits
     batch, num_drafts, vocab_size = _check_target_logits(logits)
     drafts, device = (batch, num_drafts), logits.device
     tokens, uniforms = given.draft_tokens, given.accept_uniforms
     are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
     if are_tensors and tokens.shape == uniforms.shape != drafts and tokens.dim() == 2 and tokens.shape[0] == batch:
-        # All others agree on K, so it is the logits that lack a row or have one too many.
+        # All others agree on K, so it is the logits that lack a row or have an extra row.
         expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
         raise ValueError(f"target_logits: expected {expected}, got shape {_shape(logits)}")
     _check("draft_tokens", given.draft_tokens, drafts, "[B, K]", TOKENS, device)
@@ -296,7 +296,7 @@ def _per_row(name: str, value: Any, logits: Tensor) -> Any:
     if not 0 <= value <= largest:
         raise ValueError(f"{name}: expected {expected}, got {value}")
     dtype = torch.int64 if name == "top_k" else torch.float32
-    # Traced, a product serves every number, while `torch.full` would be specialised to this one.
+    # Traced, a product serves every number, while `torch.full` would be specialised to this number.
     return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
 
 

@@ -2,7 +2,7 @@
 
 Attention under a mask reads the whole cache, and the mask. Here each token comes with the span of slots that it sees:
 on CUDA a kernel reads the slots of each row's spans (`cuda/attention.py`), and a call on a CPU looks for the last
-one. Compiled code on a CPU calls the whole op, because a compiler has to know how much is read.
+slot. Compiled code on a CPU calls the op unchanged, because a compiler has to know how much is read.
 """
 
 from __future__ import annotations

@@ -82,12 +82,12 @@ def verify_gumbel(
 ) -> tuple[Tensor, Tensor]:
     """Draw the target's token at every position, and accept drafts as long as they equal it: lossless.
 
-    With y_i the token that `sample_gumbel` draws from row i at position `positions` + i, the number accepted is that of
-    leading i with x_i = y_i, and the output is y_0 .. y_n (Daliri et al. 2024). So the text is what sampling from the
-    target alone gives with this seed, whatever the drafts are and however they were made. No draft probabilities are
-    needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled one should come from
-    `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by `verify_exact`.
-    docs/math.md, section 17, has the proof and both rates.
+    With y_i the token that `sample_gumbel` draws from row i at position `positions` + i, the number accepted is the
+    number of leading i with x_i = y_i, and the output is y_0 .. y_n (Daliri et al. 2024). So the text is what sampling
+    from the target alone gives with this seed, whatever the drafts are and however they were made. No draft
+    probabilities are needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled draft should
+    come from `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by
+    `verify_exact`. docs/math.md, section 17, has the proof and both rates.
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the walk.

@@ -92,7 +92,7 @@ class RaggedKeyValues:
 
 
 def emptied(cache: RaggedKeyValues | None, keys: Tensor, capacity: int) -> RaggedKeyValues:
-    """A cache without texts for keys and values like `keys`: the same one, if it has the shape [B, heads, capacity,
+    """A cache without texts for keys and values like `keys`: the same object, if it has the shape [B, heads, capacity,
     head_dim], so that its address stays."""
     if cache is not None and cache.keys.shape[:3:2] == (keys.shape[0], capacity) and cache.fits(keys, keys):
         cache.clear()

@@ -1,4 +1,4 @@
-"""Every private name of torch and Triton that the package uses: no other module uses one.
+"""Every private name of torch and Triton that the package uses: no other module uses any.
 
 Such a name may go in any release, and importing the package needs none. Each entry says what the name is for, and what
 happens without it: the same results, more slowly, but for the opt-in Inductor pass, which raises. All are in torch 2.11
@@ -34,7 +34,7 @@ def needed(name: str) -> Any:
     return found
 
 
-# The mode in which AOTAutograd sees an op, and the tensors that it gives it. Without one of them (TRACED is empty), ops
+# The mode in which AOTAutograd sees an op, and the tensors that it gives it. If either is missing (TRACED empty), ops
 # have no rule for that mode, and compiled code calls them whole.
 FunctionalTensorMode = find("torch._subclasses.functional_tensor:FunctionalTensorMode")
 _kinds = find("torch._subclasses.fake_tensor:FakeTensor"), find("torch._subclasses.functional_tensor:FunctionalTensor")
@@ -58,7 +58,7 @@ def launching_directly() -> Iterator[None]:
             _wraps_triton.value = before
 
 
-# The number of tracers that see the calls, and a test for mapped tensors. Without one of the names no data is read, and
+# The number of tracers that see the calls, and a test for mapped tensors. If either is missing, no data is read, and
 # eager calls on a CPU run the dense form.
 num_modes: Callable[[], int] = find("torch._C:_len_torch_dispatch_stack") or (lambda: 1)
 is_mapped: Callable[[Tensor], bool] = find("torch._C._functorch:is_functorch_wrapped_tensor") or (lambda _: True)
@@ -121,8 +121,8 @@ def is_compiler_error(error: Exception) -> bool:
 
 
 def global_hooks() -> list[Any]:
-    """Those that are called around the forward of every module. Without the names, what they see is made in inference
-    mode, and compiled code does not see that one was added."""
+    """The hooks around the forward of every module. Without the names, what they see is made in inference mode, and
+    compiled code does not see that a hook was added."""
     before = find("torch.nn.modules.module:_global_forward_pre_hooks") or {}
     after = find("torch.nn.modules.module:_global_forward_hooks") or {}
     return [*before.values(), *after.values()]

@@ -127,5 +127,5 @@ def digest(files: Sequence[Path]) -> str:
 
 
 # torch's caches on disk identify a graph by the names of its ops, not by their bodies: without this tag, a new version
-# of the package would run graphs that were compiled from the old one.
+# of the package would run graphs that were compiled from the old version.
 torch.compiler.config.cache_key_tag += f":torch_specops-{digest(compiled_sources())}"

@@ -14,7 +14,7 @@ __all__ = ["is_eager_cpu", "normal_tensors", "on_device_of"]
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
-    """True if the data can be read without waiting: plain CPU tensors in an eager call, which is one that is not
+    """True if the data can be read without waiting: plain CPU tensors in an eager call, that is, a call that is not
     compiled, exported, recorded, faked or mapped."""
     if torch.compiler.is_compiling() or private.is_recording() or private.num_modes() > 0:
         return False
@@ -29,6 +29,6 @@ def normal_tensors() -> Iterator[None]:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device the current one, on which Triton launches. A traced call launches nothing, and the code
+    """Makes the tensor's device current, because Triton launches on it. A traced call launches nothing, and the code
     that Inductor generates sets the device itself."""
     return nullcontext() if private.is_fake(tensor) else torch.cuda.device(tensor.device)

@@ -42,10 +42,10 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         seeds: [B] int64, one per request; all 64 bits count.
         positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
             repeats its numbers.
-        n: how many numbers per sequence, >= 0. The first m of n numbers are what a call with n = m returns.
+        n: how many numbers per sequence, >= 0. The first m of n numbers are the same as in a call with n = m.
         stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token), "inner" (seeds
             for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). Two streams never share a
-            number; using one for two purposes loses exactness.
+            number; using the same stream for two purposes loses exactness.
 
     Returns:
         [B, n] float32 multiples of 2**-24 in [0, 1).
@@ -81,7 +81,7 @@ def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: in
 
 
 def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
-    """[B, K+1]: K numbers of the stream "accept", and the first one of "sample"."""
+    """[B, K+1]: K numbers of the stream "accept", and the first of "sample"."""
     result: Tensor = _step_uniforms(seeds, positions, num_draft_tokens)
     return result
 
@@ -147,7 +147,7 @@ def row_seeds(seed: int, batch: int) -> Tensor:
 def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     """Seeds for a source that drafts for a draft: n for each sequence and position, of 63 random bits each.
 
-    With the sequence's own seed, the inner source would use numbers that the outer one uses, in this step or later.
+    With the sequence's own seed, the inner source would use numbers that the outer source uses, in this step or later.
 
     Args:
         seeds, positions: as in `uniforms`.

@@ -33,7 +33,7 @@ READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "to
 # Fields with a counterpart, and transformers' own default, which replaces a None.
 TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-# `bad_words_ids`, `sequence_bias` and `suppress_tokens` have one as far as they are biases and bad words.
+# `bad_words_ids`, `sequence_bias` and `suppress_tokens` have a counterpart as far as they are biases and bad words.
 
 
 def values_of(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class LogProbabilities(NamedTuple):
     """Log-probabilities of emitted tokens, and the most likely tokens in their places."""
 
     of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
-    top_tokens: Tensor  # [B, n, N] int64, the most likely one first; of equal ones the lower index
+    top_tokens: Tensor  # [B, n, N] int64, the most likely first; of equals the lower index
     top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
 
 
@@ -57,7 +57,7 @@ def log_probabilities(
 
 def _most_likely(z: Tensor, count: int) -> Tensor:
     """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, of
-    equal ones the lower index first. `topk` leaves the order of equal entries open, so that each entry gets a key of
+    equals the lower index first. `topk` leaves the order of equal entries open, so that each entry gets a key of
     its own: an integer of the same order, and behind it the index."""
     if count == 0:
         return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)

@@ -25,7 +25,7 @@ ALWAYS = 2**63 - 1
 
 
 class _Field(NamedTuple):
-    """A field of `SamplingParams` that is a number, or one per sequence."""
+    """A field of `SamplingParams` that is a number, for all sequences or for each."""
 
     dtype: torch.dtype
     # The value without an effect.
@@ -39,7 +39,7 @@ LEAST, MOST = 1e-30, 1e30
 
 
 def _is_between(least: float, most: float) -> Callable[[Tensor], Tensor]:
-    # In float16 and bfloat16 the bounds would be others.
+    # In float16 and bfloat16 the bounds would differ.
     return lambda values: (values.double() >= least) & (values.double() <= most)
 
 
@@ -68,7 +68,7 @@ NEUTRAL = {name: field.neutral for name, field in _NUMBERS.items()}
 
 class Bias(NamedTuple):
     """If the text ends with all but the last of the tokens, and has fewer than `until` new tokens, the value is added
-    to the logit of the last one."""
+    to the logit of the last."""
 
     tokens: tuple[int, ...]
     value: float
@@ -77,7 +77,7 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a decoding loop turns the target's logits into a distribution; each field a value, or one per sequence.
+    """How a decoding loop turns the target's logits into a distribution; each field a value for all or each sequence.
 
     Processors, which depend on the prompt and the text so far, are applied first: biases, bad words and min_new_tokens,
     then the penalties, then n-grams. Drafts count as text for later positions. Temperature and filters come last.
@@ -88,8 +88,8 @@ class SamplingParams:
         top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
         repetition_penalty: in [1e-30, 1e30]; positive logits of the tokens in prompt and text are divided by it, and
-            negative ones multiplied (transformers). 1 = none.
-        presence_penalty: within 1e30; taken once from the logit of each token among the new ones (OpenAI, vLLM).
+            negative logits multiplied (transformers). 1 = none.
+        presence_penalty: within 1e30; taken once from the logit of each token in the new text (OpenAI, vLLM).
         frequency_penalty: within 1e30; taken from it as often as the token occurred.
         no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none. Its cost
             grows with the logarithm of n.
@@ -153,7 +153,7 @@ class SamplingParams:
         tokens are arguments of the loop.
 
         Args:
-            config: `model.generation_config`, or another one.
+            config: `model.generation_config`, or another config.
 
         Raises:
             TypeError: no `GenerationConfig`.
@@ -276,7 +276,7 @@ class SamplingTensors:
             logits: [B, 1, V], before processors.
             numbers: [B], uniforms; if `coupled`, the seeds of the rows.
             text: as in `process`; None where there are no processors.
-            lengths: [B, 1] int64, of the texts with the drafts before this one.
+            lengths: [B, 1] int64, of the texts with the drafts before this token.
 
         Returns:
             The token [B], and the `logits` [B, V] and the `lse` [B] of its `Draft`, None if `coupled`.

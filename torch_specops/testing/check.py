@@ -41,8 +41,8 @@ def check_lossless(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LosslessReport:
-    """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given those
-    before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
+    """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given the
+    tokens before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
 
     docs/testing.md says what to run it on and what the numbers mean. A row may emit fewer tokens, followed by -1: the
     test of a position uses the rows that emitted it; the joint test uses all rows, completed by draws from the target.
@@ -56,7 +56,7 @@ def check_lossless(
             rejected, which excludes those after a rejection.
         target: the law to keep: a function from int64 texts [N, t] to logits [N, V] of the next token (or [N, t, V], of
             which the last is used), such as `lambda ids: model(ids).logits` for a transformers model; a `MarkovModel`;
-            or its table of logits, [V, V] or [V + 1, V] for order one. Apply the loop's temperature and filters to
+            or its table of logits, [V, V] or [V + 1, V] for order 1. Apply the loop's temperature and filters to
             these logits; -inf excludes a token.
         draft: the loop's draft, in the same form. It is not tested. With it the report shows the overlap sum min(p, q),
             and how large a bias well-known mistakes would cause.
@@ -141,8 +141,8 @@ def check_engine(
     progress: Progress | None = None,
     same_text_as: GenerateFn | None = None,
 ) -> EngineReport:
-    """Test as `check_lossless` does whether the tokens that an engine returns have the target's law, for each of its
-    sampling settings. docs/testing.md has recipes.
+    """Test, as `check_lossless` does, whether an engine's tokens have the target's law, for each of its sampling
+    settings. docs/testing.md has recipes.
 
     An engine is anything that continues prompts: vLLM, a server, your own `generate`. If it reads a setting from the
     wrong row of a batch, or forgets it, the text is still fluent. So every call has requests of all settings, in turn.
@@ -154,10 +154,10 @@ def check_engine(
             the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
             but must not start every call from the same state.
         target: the model as in `check_lossless`, but before temperature and filters.
-        settings: name -> parameters: only temperature and filters, each one number. The law is the
-            softmax of what `torch_specops.filter_logits` keeps, which filters as transformers and vLLM do; temperature
-            0 is the argmax.
-        prompts: token ids in [0, V). The first setting continues the first prompt, the next one the next, and so on
+        settings: name -> parameters: only temperature and filters, each a number. The law follows
+            `torch_specops.filter_logits`, whose filters match transformers' and vLLM's; temperature 0 is the
+            argmax.
+        prompts: token ids in [0, V). The first setting continues the first prompt, the second the second, and so on
             from the beginning.
         trials: for each setting, >= 100.
         batch_size: trials of each setting in one call.
@@ -242,7 +242,7 @@ def _sample(
     name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | None
 ) -> tuple[Tensor, float | None]:
     """[trials, S, T] int64 tokens for seeds [trials, S], negative where none was emitted; accepted / reached drafts.
-    `repeated` is the end of the error that is raised if a call repeats the tokens of the first one."""
+    `repeated` is the end of the error that is raised if a call repeats the tokens of the first."""
     batches: list[Tensor] = []
     num_accepted = num_reached = 0
     for batch in seeds.split(batch_size):

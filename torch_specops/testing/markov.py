@@ -11,7 +11,7 @@ class MarkovModel:
 
     Args:
         table: floating point [.., V] logits of the next token, with one axis before the last for each token of the
-            context, the oldest first: [V, V] for order one, [V, V, V] for order two. The last entry of a context axis
+            context, the oldest first: [V, V] for order 1, [V, V, V] for order 2. The last entry of a context axis
             of size V + 1 means "there is no such token yet".
 
     A call maps tokens [N, t] to logits [N, t, V] of the token after each of them, like one forward of a transformer.

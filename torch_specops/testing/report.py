@@ -12,7 +12,7 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class LawTest:
-    """One chi-square test: of the tokens at a position given those before them, or of all tokens jointly.
+    """One chi-square test: of the tokens at a position given the tokens before, or of all tokens jointly.
 
     Attributes:
         position: 0 for the first generated token; None for the joint law.
@@ -100,11 +100,11 @@ class Report(ABC):
 @dataclass(frozen=True)
 class LosslessReport(Report):
     """The result of `check_lossless`. It is true if no test rejects the target's law, and `str` gives a table. A true
-    report is no proof: there may be a bias below the tests' `detectable_total_variation`. One above their
+    report is no proof: there may be a bias below the tests' `detectable_total_variation`. A bias above their
     `total_variation_bound` is excluded with 99 % confidence.
 
     Attributes:
-        tests: one for each position, then the joint one.
+        tests: one for each position, then the joint test.
         trials: how many texts were generated.
         significance: probability that a lossless loop is rejected by any of the tests (Bonferroni).
         mistakes: name of a well-known mistake -> the total variation at position 0 that it would cause with this target

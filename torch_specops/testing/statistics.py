@@ -57,7 +57,7 @@ def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -
     statistic, dof, pooled = pearson_statistic(counts, expected, MIN_EXPECTED)
     statistic = math.inf if impossible else statistic
     effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
-    # If the law is certain, any other token is detected, and one occurs with probability 1 - (1 - TV)**trials.
+    # If the law is certain, any other token is detected, and some other occurs with probability 1 - (1 - TV)**trials.
     is_certain = dof == 0 and pooled == 0 and int(sizes.sum()) > 0
     visible = 1 - (1 - CONFIDENCE) ** (1 / trials) if is_certain else min(effect / 2, 1.0)
     distance = float((counts - expected).abs().sum()) / 2 / trials
@@ -73,11 +73,11 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
     Args:
         counts: [N] how often each outcome occurred.
-        probabilities: [N] float64, summing to one. Outcomes expected fewer than 5 times are merged into one bin (with
-            the rarest other one if they still are too few). A count where the probability is zero gives 0.0.
+        probabilities: [N] float64, summing to 1. Outcomes expected fewer than 5 times are merged into one bin (with
+            the rarest other outcome if they still are too few). A count where the probability is zero gives 0.0.
 
     Raises:
-        ValueError: shapes that differ, probabilities whose sum is not one.
+        ValueError: shapes that differ, probabilities whose sum is not 1.
 
     Examples:
         >>> import torch
@@ -127,7 +127,7 @@ def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
 def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> tuple[float, int, float]:
     """Chi-square of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled cells.
 
-    In each row the cells below `min_expected` are pooled into one, with the next larger one if that is still too small.
+    In each row the cells below `min_expected` are pooled into one, with the next larger if that is still too small.
     A row that ends up as one cell is not tested. Pooling depends on the sizes of the rows, not on the counts.
     """
     expected, order = expected.sort(-1)

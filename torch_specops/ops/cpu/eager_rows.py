@@ -44,8 +44,8 @@ def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
 
 
 def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
-    """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): of sampled ones as
-    many as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
+    """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): as many sampled
+    sequences as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
     temperatures = [1.0] * logits.shape[0] if temperature is None else temperature.tolist()
     if len(temperatures) == 1:
         yield temperatures[0] > 0, slice(0, 1)
@@ -145,7 +145,7 @@ def columns(x: Tensor, first: int, stop: int) -> Tensor:
 
 
 def pick_rows(x: Tensor, where: Sequence[tuple[int, int]]) -> Tensor:
-    """[B, C, V] -> [N, V] the rows (b, i); a view if there is one."""
+    """[B, C, V] -> [N, V] the rows (b, i); a view where possible."""
     if len(where) == 1:
         ((b, i),) = where
         return x[b, i : i + 1]

@@ -22,8 +22,8 @@ Outcome = tuple[int, int]
 
 
 def verify_parts(given: Given, verify_sampled: Callable[[Given], list[Outcome]]) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B]. The sequences are taken in the runs that `runs` gives: sampled ones
-    by the op's own function, all others by `_verify_greedy`."""
+    """output_tokens [B, K+1] and num_accepted [B]. The sequences are taken in the runs that `runs` gives: sampled
+    runs by the op's own function, all others by `_verify_greedy`."""
     logits, draft_tokens = given.target_logits, given.draft_tokens
     outcomes: list[Outcome] = []
     for is_sampled, where in runs(logits, given.temperature):
@@ -72,7 +72,7 @@ def next_tokens(
     residual: Tensor | None,  # [len(rejected), V]
     uniforms: Sequence[float],
 ) -> list[int]:
-    """A token for each sequence: from its residual, or from p if it has none or an empty one."""
+    """A token for each sequence: from its residual, or from p if that is missing or empty."""
     tokens = [-1] * len(ends)
     if residual is not None:
         drawn = draw_tokens(residual, [uniforms[b] for b in rejected], LEAST_RESIDUAL)

@@ -24,7 +24,7 @@ from .softmax import FLOAT32_MAX, inverse_temperature, scale
 # Rows up to this length are sorted, all at once.
 SHORT_ROW = 2048
 # top_p first considers the HEAD largest logits of a row. If they do not hold its mass, the row is divided into
-# intervals of its logits; the last one takes all tokens less likely than exp(-32) times the most likely one.
+# intervals of its logits; the last takes all tokens less likely than exp(-32) times the most likely.
 HEAD = 256
 INTERVALS_PER_UNIT = 128
 NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
@@ -59,7 +59,7 @@ def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) ->
 
 
 def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
-    """The same for single logits: one of each row, at index `tokens`."""
+    """The same for a single logit of each row, at index `tokens`."""
     z = scale(logits, inverse)
     if bounds is None:
         return z

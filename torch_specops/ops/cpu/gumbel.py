@@ -48,7 +48,7 @@ def verify_gumbel(given: GumbelArguments) -> tuple[Tensor, Tensor]:
     keys = _eager_keys(given) if is_sampled else np.zeros((batch, num_rows, 2), np.uint32)
     tokens: list[list[int]] = [[] for _ in drafts]
     live, first = list(range(batch)), 0
-    # Rows are read as long as drafts match, and short ones several at a time.
+    # Rows are read as long as drafts match, and short rows several at a time.
     while live:
         stop = min(first + max(1, READ // (len(live) * vocab_size)), num_rows)
         drawn = _draw(columns(logits, first, stop), given.filters, temperature, keys[:, first:stop], live)
@@ -127,7 +127,7 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
 
 
 def _below(top: float, distance: float, inverse: float) -> Array:
-    """The logit whose z / T is so far below the largest; the lowest one, where no finite z / T is."""
+    """The logit whose z / T is so far below the largest; the lowest, where no finite z / T is."""
     return np.float32(max(top - distance / inverse, -FLOAT32_MAX) if inverse * FLOAT32_MAX > distance else -FLOAT32_MAX)
 
 

@@ -88,7 +88,7 @@ def dense(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
 
 
 def floor(z: Tensor, alpha: float, beta: float) -> Tensor:
-    """Scaled logits, raised to at least the one whose score is sigmoid(-80), which float32 still holds, so that the
+    """Scaled logits, raised to at least the logit whose score is sigmoid(-80), which float32 still holds, so that the
     scores of a row never all vanish. -inf stays."""
     return torch.where(z > -math.inf, z.clamp(min=alpha - 80.0 * (beta - alpha)), z)
 

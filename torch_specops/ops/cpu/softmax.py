@@ -73,7 +73,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_above(cdf: Tensor, positive: Tensor, threshold: Tensor) -> Tensor:
-    """[B, N] -> [B] first positive entry whose cdf exceeds the threshold, else the last positive one, else 0."""
+    """[B, N] -> [B] first positive entry whose cdf exceeds the threshold, else the last positive, else 0."""
     index = torch.arange(cdf.shape[-1], device=cdf.device)
     last = torch.where(positive, index, 0).amax(-1)
     above = positive & (cdf > threshold.unsqueeze(-1))

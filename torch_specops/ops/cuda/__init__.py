@@ -1,4 +1,4 @@
-"""Triton kernels and their launchers, one file per op. `api.py` and `attention.py` import one when a CUDA tensor
+"""Triton kernels and their launchers, one file per op. `api.py` and `attention.py` import a file when a CUDA tensor
 arrives, never before.
 
 The verify ops (`exact.py`, `block.py`, `sigmoid.py`) accept by `accept.py`; the first two begin with `stats.py`, and

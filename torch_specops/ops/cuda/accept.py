@@ -107,7 +107,7 @@ def count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, bounds_ptr, bounds_row):
-    """Scaled logits of tokens x, one in each of rows i of a sequence; -inf where not live or outside the row's
+    """Scaled logits of tokens x, each in its row i of a sequence; -inf where not live or outside the row's
     bounds."""
     offset = x if stride_v is None else x * stride_v
     z = tl.load(sequence_ptr + i * stride_k + offset, mask=live, other=float("-inf"))
@@ -120,7 +120,7 @@ def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, b
 
 @triton.jit
 def token_weights(z, z_max, z_sum):
-    """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 for a row without one."""
+    """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 if that is 0."""
     exponent = z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64)
     weight = tl.exp(tl.minimum(exponent, LARGEST_EXPONENT))
     return tl.where(z_sum > 0, weight, 0.0)

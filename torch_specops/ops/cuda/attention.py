@@ -21,7 +21,7 @@ from . import launch
 from .tiles import rounded_product
 
 # Query heads and new tokens of one program, and how many numbers their sums of values are, by bytes of the dtype: more
-# would spill. float32 products do not use tensor cores.
+# would spill. Products of float32 do not use tensor cores.
 MAX_ROWS = 64
 MAX_SUMS = {2: 8192, 4: 2048}
 # Bytes of a tile of keys.

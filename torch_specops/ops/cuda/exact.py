@@ -291,7 +291,7 @@ def draw_kernel(
 
 def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
     """The number of rows of a sequence that `rest_kernel` sums, of `rows`, num_rows the target's; 0 = no launch.
-    `tiles` are those of one row of all sequences."""
+    `tiles` counts the tiles of one row of all sequences."""
     rest = rows - FIRST_ROWS.value * (1 if rows == num_rows else 2)
     return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0
 

@@ -143,7 +143,7 @@ def match_kernel(
     inverse_t = inverse_of(temperature_ptr, temperature)
     num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
     n = tl.zeros((), tl.int64)
-    # Rows up to this one matter: none behind a mismatch.
+    # Rows up to this row matter: none behind a mismatch.
     last = tl.where(temperature >= 0, num_valid, -1)
     for start in tl.range(0, num_drafts + 1, WALK):
         i = (start + tl.arange(0, WALK)).to(tl.int64)

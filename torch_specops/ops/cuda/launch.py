@@ -69,8 +69,8 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, int | None]:
-    """Strides under the names that kernels have for them. None for the last one = 1, the case that is built with wide
-    loads."""
+    """Strides under the names that kernels have for them. None for the last means 1, the case that is built with
+    wide loads."""
     if logits is None:
         return dict.fromkeys(names, 0) | {names[-1]: None}
     *outer, inner = logits.stride()

@@ -67,7 +67,7 @@ def for_raw_logits(inverse_t, alpha, inverse_range, lowest):
 
 @triton.jit
 def score(x, slope, middle, lowest):
-    """sigmoid((z - alpha) / (beta - alpha)) of raw logits, 0 for an excluded one."""
+    """sigmoid((z - alpha) / (beta - alpha)) of raw logits, 0 where excluded."""
     p = 1.0 / (1.0 + tl.exp2(tl.fma(tl.maximum(x, lowest), -slope, middle)))
     return tl.where(x > float("-inf"), p, 0.0)
 
@@ -130,7 +130,7 @@ def score_kernel(
     partial_ptr += b * (num_drafts + 1) * num_tiles * 2
 
     if temperature == 0:
-        # Addresses hoisted out of the loop made `ptxas` spill in small tiles, those left in it in large ones.
+        # Addresses hoisted out of the loop made `ptxas` spill in small tiles, addresses left in it in large tiles.
         for k in tl.range(0, num_drafts + 1, disable_licm=TILE < 4096):
             r = k + tl.zeros((), tl.int64)
             if r <= num_valid:

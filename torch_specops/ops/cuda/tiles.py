@@ -3,7 +3,7 @@
 A row is cut into tiles of TILE entries. Tile boundaries are counted from the 16-byte boundary at or before the
 row's first entry, `lead` entries earlier, so that every load of a whole 16-byte chunk is one 128-bit load for any
 vocabulary size, stride and offset. A tile inside the row is loaded without masks. The chunks that the row only partly
-fills, at most one at each end, are loaded entry by entry. No byte outside the row is read.
+fills, at most 1 at each end, are loaded entry by entry. No byte outside the row is read.
 
 `stride_v` is the stride between the logits of a row, None = 1. Strided rows have no wide loads, and a lead of 0.
 
@@ -23,7 +23,7 @@ FLOAT32_TINY = tl.constexpr(1.1754943508222875e-38)
 INT32_MAX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The rounding of a power of two below this one is at most 2**-11, and the first terms of a series correct it.
+# The rounding of a power of two below this is at most 2**-11, and the first terms of a series correct it.
 LARGEST_PLAIN_EXPONENT = tl.constexpr(2.0**14)
 
 
@@ -178,7 +178,7 @@ def load_kept_beside(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, boun
 
 @triton.jit
 def tile_stats(x, inverse_t):
-    """Raw logits -> the maximum of the scaled ones, and the sum of exp(z - maximum); (-inf, 0) for a tile without a
+    """Raw logits -> the maximum of the scaled logits, and the sum of exp(z - maximum); (-inf, 0) for a tile without a
     finite entry.
 
     exp(z - maximum) is 2**(x c - s) / 2**(x_max c - s) with c = log2(e) / T. Where s is x_max c rounded, the divisor is

@@ -14,7 +14,7 @@ SEARCHED = tl.constexpr(1024)
 
 @triton.jit
 def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
-    """Append the numbers of first [N] + 0 .. WIDTH - 1 that are chosen [N, WIDTH] to a list of `count`, as far as
+    """Append the chosen [N, WIDTH] of the numbers first [N] + 0 .. WIDTH - 1 to a list of `count`, as far as
     there is room; what would come before its beginning is left out too. Returns the new count."""
     chosen = chosen.to(tl.int32)
     own = tl.sum(chosen, 1)

@@ -27,7 +27,7 @@ def key_value(key, DTYPE: tl.constexpr):
 
 @triton.jit
 def lowest_key(DTYPE: tl.constexpr):
-    """The key of the lowest logit that is not excluded, one above the key of -inf."""
+    """The key of the lowest logit that is not excluded, 1 above the key of -inf."""
     return order_key(tl.full((), float("-inf"), tl.float32).to(DTYPE)) + 1
 
 

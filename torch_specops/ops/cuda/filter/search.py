@@ -139,7 +139,7 @@ def cut_kernel(
     b = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1).to(tl.int64)
     program = b * (num_rows + num_drafts) + r
-    # Torch looks for what a kernel writes, and does not look into functions: what comes from one that was given a
+    # Torch looks for what a kernel writes, but not inside functions: what comes from a function that was given a
     # pointer counts as that pointer. So all that decides where the lists are written is loaded here.
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
     if temperature_ptr is not None:
