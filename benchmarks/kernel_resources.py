@@ -83,7 +83,7 @@ TYPES |= dict.fromkeys(("lenience", "argmax_gap", "alpha", "inverse_range", "low
 # A number of the launcher's own, never symbolic.
 TYPES |= {"tiles_per_program": "i32"}
 # `ptxas` keeps up to two registers in 8 bytes of stack to make room for another program on a multiprocessor, and
-# accesses them up to six times (docs/performance.md); what is more is a fault of the kernel.
+# accesses them up to six times; what is more is a fault of the kernel.
 SPILL_LIMIT = 14
 
 
