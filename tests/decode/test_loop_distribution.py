@@ -146,7 +146,7 @@ def test_a_schedule_that_goes_by_the_past_keeps_the_law(verify: str, report: Rep
 def test_a_schedule_that_leaves_out_unlikely_drafts_is_caught(
     verify: str, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(self: Planner, step: PlannedStep, ready: object, proposal: Draft, num_proposed: Tensor) -> list[int]:
+    def choose(self: Planner, step: PlannedStep, proposal: Draft, num_proposed: Tensor) -> list[int]:
         assert proposal.logits is not None
         q = torch.softmax(proposal.logits, -1).gather(2, proposal.tokens.clamp(min=0).unsqueeze(2)).squeeze(2)
         return torch.minimum((q > 0.3).cumprod(1).sum(1), num_proposed).tolist()

@@ -129,10 +129,10 @@ def test_compiled_steps_have_few_numbers_of_drafts() -> None:
     ready = [(2, False), (5, False), (3, True)]
     for is_fixed, expected in ((True, [2, 2, 5, 5, 8, 12, 1]), (False, [0, 2, 3, 7, 6, 19, 0])):
         options = {"is_fixed": is_fixed, "is_masked": False}
-        planner = Planner(Heuristic(), None)
-        assert [planner._smallest_sufficient(*numbers, ready, **options) for numbers in asked] == expected
+        planner = Planner(Heuristic(), None, ready)
+        assert [planner._smallest_sufficient(*numbers, **options) for numbers in asked] == expected
         # A value below all buckets.
-        assert Planner(Given([4, 8]), None)._smallest_sufficient(3, 9, [], **options) == (4 if is_fixed else 3)
+        assert Planner(Given([4, 8]), None, [])._smallest_sufficient(3, 9, **options) == (4 if is_fixed else 3)
 
 
 def test_drafts_that_a_schedule_leaves_out_were_not_proposed() -> None:

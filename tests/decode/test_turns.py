@@ -121,6 +121,21 @@ def test_streams_of_decoders_that_share_a_model(shared: str) -> None:
     assert [streamed(own, len(texts)) for own, texts in zip(steps, expected, strict=True)] == expected
 
 
+def test_a_vocabulary_that_grows_and_shrinks() -> None:
+    """A text may have tokens of the largest one."""
+    target = PairModel(random_table(8, 0))
+    loop = SpeculativeDecoder(target, sampling=GREEDY)
+    stream = loop.stream(torch.tensor([[1, 2]]), max_new_tokens=9)
+    next(stream)
+    for vocab in (12, 10):
+        target.table, target.vocab_size = random_table(vocab, 1), vocab
+        loop.generate(torch.tensor([[3]]), max_new_tokens=2)
+        if vocab == 12:
+            next(stream)
+    with pytest.raises(RuntimeError, match="target: expected its 12 tokens until the texts end, got 10"):
+        next(stream)
+
+
 def test_a_call_inside_a_call() -> None:
     """Also after the last step."""
     loop = decoder("perturbed")

@@ -33,7 +33,11 @@ def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
 @pytest.mark.parametrize(
     ("op", "filtered", "strict"),
     # Strict export traces with Dynamo, as `test_compile.py` does every op; one is enough here.
-    [*(slow(op, True, False) for op in OPS), ("verify_exact", False, True), ("verify_gumbel", True, False)],
+    [
+        *(slow(op, True, False) for op in OPS if op != "verify_gumbel"),
+        ("verify_exact", False, True),
+        ("verify_gumbel", True, False),
+    ],
 )
 def test_export_keeps_one_op(op: str, filtered: bool, strict: bool, tmp_path: Path) -> None:
     given = tensor_arguments(op, filtered=filtered)

@@ -101,7 +101,7 @@ class Batch:
         sampling = replace(prompts.state.sampling, coupled=steps.verify.op == "gumbel")
         self.state = moved(replace(prompts.state, sampling=sampling), self._target.device, capacity)
         self._start_models(inputs, reads_first=prompts.num_copies > 1 or all(self.finished) or has_images)
-        self._planner = Planner(schedule, self._draft)
+        self._planner = Planner(schedule, self._draft, steps.ready)
         self._reader: RecordReader[PlannedStep] = RecordReader(self.state.tokens.device)
         steps.synchronize()
         self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(self._target, self._draft))
@@ -149,13 +149,17 @@ class Batch:
                 "inputs: expected to go on before another call uses the target or the draft, because what was read "
                 "besides the tokens is not kept"
             )
-        if self._target.vocab_size < self._vocab_size:
-            raise RuntimeError(
-                f"target: expected its {self._vocab_size} tokens until the texts end, got {self._target.vocab_size}"
-            )
+        self.check_vocabulary()
         started = time.perf_counter()
         self._start_models(None, reads_first=True)
         self.stats.prefill_seconds += time.perf_counter() - started
+
+    def check_vocabulary(self) -> None:
+        """Called when the models were looked at. Raises a RuntimeError if a text that goes on may have tokens that the
+        target does not have any more."""
+        before, self._vocab_size = self._vocab_size, self._target.vocab_size
+        if self._vocab_size < before and not all(self.finished):
+            raise RuntimeError(f"target: expected its {before} tokens until the texts end, got {self._vocab_size}")
 
     @property
     def _is_cuda(self) -> bool:
@@ -248,14 +252,15 @@ class Batch:
         """Plan the next step; compile and capture it if it is not ready."""
         steps, is_fixed = self._steps, self._is_fixed
         sees_drafts = not self._is_cuda and not (is_fixed and steps.one_graph)
-        options = {"is_fixed": is_fixed, "is_refilled": self._is_refilled, "sees_drafts": sees_drafts}
         while True:
-            planned = self._planner.plan(self.rows, steps.ready, **options)
+            planned = self._planner.plan(
+                self.rows, is_fixed=is_fixed, is_refilled=self._is_refilled, sees_drafts=sees_drafts
+            )
             if not is_fixed:
                 return planned
             if planned.asked.asks_again:
                 # What is verified may be fewer drafts than were looked up.
-                self._prepare(steps.fewest_drafts, planned.is_masked)
+                self._prepare(min(steps.buckets), planned.is_masked)
             if not self._prepare(planned.num_draft_tokens, planned.is_masked):
                 return planned
             seconds = steps.ready[planned.num_draft_tokens, planned.is_masked]
@@ -289,12 +294,12 @@ class Batch:
         else:
             # Rows that are too long for the draft need no catching up.
             self._num_undrafted += not self._planner.is_outgrown
-        sees_drafts = planned.asked.asks_again if is_fixed else not self._is_cuda
+        may_choose = planned.asked.asks_again if is_fixed else not self._is_cuda
         plan = StepPlan(
             num_draft_tokens,
             is_fixed=is_fixed,
             masks=partial(self._masks, is_fixed) if planned.is_masked else None,
-            choose=partial(self._planner.choose, planned, steps.ready) if sees_drafts else None,
+            choose=partial(self._planner.choose, planned) if may_choose else None,
             prefill_length=self._prefill_length,
             on_logits=None if self._logits is None else self._logits.push,
         )

@@ -34,20 +34,17 @@ class StateOwner(Protocol):
     state: DecodeState
 
 
-def _nobody() -> None:
-    return None
-
-
 class CompiledSteps:
     """The steps of a target and a draft. It has no rows: each call gets the state of its batch.
 
     Args:
         target, draft, verify: the parts of a step.
-        buckets: the values of K that compiled steps have, ascending.
+        buckets: as the attribute.
         compile: as `SpeculativeDecoder` takes it.
         one_graph: compile a step as a single graph instead of in pieces.
 
     Attributes:
+        buckets: the values of K that compiled steps have, ascending.
         compiled, compile_reason: whether steps are compiled, and why.
         ready: the keys (K, whether there is a bitmask) of steps that are compiled and captured, and the seconds that a
             captured one takes.
@@ -69,7 +66,7 @@ class CompiledSteps:
         self.one_graph = one_graph
         self.compiled = False
         self.ready: dict[tuple[int, bool], float | None] = {}
-        self._buckets = buckets
+        self.buckets = buckets
         self._compile = compile
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
@@ -77,7 +74,7 @@ class CompiledSteps:
         self._shape: Hashable = None
         # The state whose tensors the graphs read and write, and whose it is.
         self._static: DecodeState | None = None
-        self._owner: Callable[[], StateOwner | None] = _nobody
+        self._owner: weakref.ref[StateOwner] | None = None
         # Of the models, when they were looked at last.
         self._versions: list[Any] = []
         self._compile_keys: tuple[Hashable, ...] = ()
@@ -91,7 +88,7 @@ class CompiledSteps:
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process, and the text of a batch to its caller.
         own: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
-        return vars(self) | own | {"_static": None, "_owner": _nobody}
+        return vars(self) | own | {"_static": None, "_owner": None}
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.
@@ -106,7 +103,7 @@ class CompiledSteps:
         self.compiled, self.compile_reason = compilation.choice(
             self._compile,
             self.target.device,
-            num_steps=self._num_eager_steps + num_new_tokens / (max(self._buckets) + 1),
+            num_steps=self._num_eager_steps + num_new_tokens / (max(self.buckets) + 1),
             obstacle=obstacle,
             drafts_vary=self.draft is not None and self.draft.deterministic,
         )
@@ -117,14 +114,9 @@ class CompiledSteps:
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
 
     @property
-    def fewest_drafts(self) -> int:
-        """Of a row in a compiled step."""
-        return min(self._buckets)
-
-    @property
     def most_drafts(self) -> int:
         """Of a row in a step, with those that its grammar forces."""
-        return max(*self._buckets, self.max_forced)
+        return max(*self.buckets, self.max_forced)
 
     @property
     def max_forced(self) -> int:
@@ -143,7 +135,7 @@ class CompiledSteps:
         Args:
             inputs: the shapes of what the target reads besides the tokens.
         """
-        state, before = owner.state, self._owner()
+        state, before = owner.state, None if self._owner is None else self._owner()
         if before is not None and before is not owner:
             before.state = moved(before.state, self.target.device, before.state.capacity)
         self._owner = weakref.ref(owner)
@@ -197,10 +189,7 @@ class CompiledSteps:
         self._captured = []
 
     def prepare(self, state: DecodeState, num_draft_tokens: int, masked: bool = False) -> float:
-        """Compile and capture the step for this K, with or without a bitmask, if it is not ready; returns the seconds
-        that took."""
-        if (num_draft_tokens, masked) in self.ready:
-            return 0.0
+        """Compile and capture the step for this K, with or without a bitmask; returns the seconds that took."""
         started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
         plan = StepPlan(num_draft_tokens, is_fixed=True, masks=masks)
         with _all_finished(state), compile_errors_named():
@@ -231,8 +220,8 @@ class CompiledSteps:
         """Run one step.
 
         Returns:
-            The step's record; and the time (`time.perf_counter`) at which the drafts were there, None if they are no
-            part of their own.
+            The step's record; and the time (`time.perf_counter`) at which the drafts were there, None if one graph
+            proposes and verifies.
         """
         self._num_eager_steps += not self.compiled
         captured = self._graphs.get((plan.num_draft_tokens, plan.masks is not None)) if plan.is_fixed else None

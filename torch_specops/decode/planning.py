@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -46,31 +46,24 @@ class Planner:
     Args:
         schedule: chooses the number of drafts.
         draft: makes them; None = there are none.
+        ready: the keys of the compiled steps so far, K and whether there is a bitmask.
 
     Attributes:
         is_outgrown: all rows are longer than the draft can read.
     """
 
-    def __init__(self, schedule: Schedule, draft: DraftSource | None) -> None:
+    def __init__(self, schedule: Schedule, draft: DraftSource | None, ready: Collection[tuple[int, bool]]) -> None:
         self.is_outgrown = False
         self._schedule = schedule
         self._draft = draft
+        self._ready = ready
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
         schedule.reset()
 
-    def plan(
-        self,
-        rows: Sequence[Row],
-        ready: Iterable[tuple[int, bool]],
-        *,
-        is_fixed: bool,
-        is_refilled: bool,
-        sees_drafts: bool,
-    ) -> PlannedStep:
+    def plan(self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool) -> PlannedStep:
         """The next step.
 
         Args:
-            ready: the keys of compiled steps, K and whether there is a bitmask.
             is_fixed, is_refilled: as in `NextStep`.
             sees_drafts: the host sees drafts before the target reads them, without waiting for a device.
         """
@@ -92,7 +85,7 @@ class Planner:
         )
         counts = self._counts(asked)
         wanted, needed = max(counts, default=0), max(rooms, default=0)
-        num_draft_tokens = self._smallest_sufficient(wanted, needed, ready, is_fixed=is_fixed, is_masked=is_masked)
+        num_draft_tokens = self._smallest_sufficient(wanted, needed, is_fixed=is_fixed, is_masked=is_masked)
         return PlannedStep(list(rows), active, asked, counts, is_masked, num_draft_tokens)
 
     def _rooms(self, going: Sequence[Row]) -> list[int]:
@@ -105,9 +98,7 @@ class Planner:
         self.is_outgrown = max(most, default=0) <= 0 < max(left, default=0)
         return [max(room, 0) for room in most]
 
-    def _smallest_sufficient(
-        self, wanted: int, needed: int, ready: Iterable[tuple[int, bool]], *, is_fixed: bool, is_masked: bool
-    ) -> int:
+    def _smallest_sufficient(self, wanted: int, needed: int, *, is_fixed: bool, is_masked: bool) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
         any K, a compiled step the schedule's buckets, and 0 if the draft can read no row any more."""
         if not is_fixed:
@@ -116,7 +107,7 @@ class Planner:
             return 0
         buckets = self._schedule.buckets
         wanted = max((count for count in buckets if count <= wanted), default=min(buckets))
-        sufficient = (count for count, has_mask in ready if has_mask == is_masked and count >= needed)
+        sufficient = (count for count, has_mask in self._ready if has_mask == is_masked and count >= needed)
         return min([wanted, *sufficient])
 
     def _counts(self, asked: NextStep) -> list[int]:
@@ -130,9 +121,7 @@ class Planner:
             )
         return counts
 
-    def choose(
-        self, step: PlannedStep, ready: Iterable[tuple[int, bool]], proposal: Draft, num_proposed: Tensor
-    ) -> list[int]:
+    def choose(self, step: PlannedStep, proposal: Draft, num_proposed: Tensor) -> list[int]:
         """How many drafts of each row to verify (`StepPlan.choose`)."""
         offered = num_proposed.tolist()
         if self._draft is None:
@@ -145,7 +134,7 @@ class Planner:
             chosen = list(map(min, step.counts, chosen))
         if step.asked.is_fixed:
             step.num_draft_tokens = self._smallest_sufficient(
-                step.num_draft_tokens, max(chosen, default=0), ready, is_fixed=True, is_masked=step.is_masked
+                step.num_draft_tokens, max(chosen, default=0), is_fixed=True, is_masked=step.is_masked
             )
             return [step.num_draft_tokens] * len(offered)
         counts = [0] * len(offered)

@@ -86,7 +86,6 @@ class Session:
         self._batch: Batch | None = None
         with guard.working():
             self._stream = guard.begin_stream()
-            self._vocab_size = steps.target.vocab_size
             self._begin_rows()
 
     @property
@@ -249,10 +248,9 @@ class Session:
         Raises:
             RuntimeError: texts go on that do not fit a model any more.
         """
-        texts_go_on, before = self._rows.count(None) < len(self._rows), self._vocab_size
-        misfit, self._vocab_size = self._guard.look(), self._steps.target.vocab_size
-        if texts_go_on and self._vocab_size < before:
-            misfit = RuntimeError(f"target: expected its {before} tokens until the texts end, got {self._vocab_size}")
+        texts_go_on, misfit = self._rows.count(None) < len(self._rows), self._guard.look()
+        if self._batch is not None:
+            self._batch.check_vocabulary()
         if texts_go_on and misfit is not None:
             raise misfit
         has_changed = (self._batch or self._steps).follow_models()
@@ -291,7 +289,7 @@ class Session:
             handle.deadline = time.monotonic() + handle.max_time
             try:
                 # The vocabulary may have shrunk since the request was read.
-                check_tokens(handle.prompt.state.tokens, self._vocab_size)
+                check_tokens(handle.prompt.state.tokens, self._steps.target.vocab_size)
                 self._replace_inputs(row, handle.prompt.inputs)
             except (TypeError, ValueError, RuntimeError) as error:
                 self._end(handle, "error", str(error))

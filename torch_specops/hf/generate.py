@@ -161,8 +161,12 @@ def custom_generate(
         pad_token_id=pad_token_id,
         asked_once=draft_model is None and not generation_config.output_scores,
     )
-    choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify}
-    choices |= {"compile": compile}
+    choices: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "schedule": schedule,
+        "verify": verify,
+        "compile": compile,
+    }
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     kept = _kept_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
