@@ -6,7 +6,7 @@ A script of its own because TRITON_INTERPRET must be set before a kernel is defi
     TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py reads
     TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py hashes
 KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
-with commas between.
+with commas between; after "three rows of " each case has no more of them.
 """
 
 import itertools
@@ -30,6 +30,7 @@ from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArgumen
 from torch_specops.ops.cuda import attention, block, exact, filter, gumbel, launch, sample, sigmoid
 
 FILTERS = {"top_k", "top_p", "min_p"}
+THREE_ROWS = "three rows of "
 
 
 def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
@@ -80,8 +81,10 @@ def compare_ops(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> dict[s
     filter.search.SAMPLE = tl.constexpr(8)
     totals = {"cases": 0, "rows": 0, "rounding": 0}
     wrong = []
-    names = None if kind in ("plain", "filtered") else kind.split(",")
-    for case in oracle.sample_inputs(op, vocab_sizes=vocab_sizes, names=names):
+    named = kind.removeprefix(THREE_ROWS)
+    names = None if named in ("plain", "filtered") else named.split(",")
+    max_rows = 3 if kind != named else None
+    for case in oracle.sample_inputs(op, vocab_sizes=vocab_sizes, names=names, max_rows=max_rows):
         if names is None and FILTERS.isdisjoint(case.args) != (kind == "plain"):
             continue
         if op.startswith("verify") and not FILTERS.isdisjoint(case.args):

@@ -34,15 +34,15 @@ BLOCK = (
 # A vocabulary of one token: what is left of a row's two ends.
 ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
 # One of every kind of input: what `make test` has time for.
-FEW = "fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
+FEW = "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
 FEW_FILTERS = (
-    "bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_zero_maxima,filters_strided,"
-    "filters_nonfinite,min_p,tie_top_p_met"
+    "three rows of bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_zero_maxima,"
+    "filters_strided,filters_nonfinite,min_p,tie_top_p_met"
 )
 FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token,uniforms_out_of_range_masked"
 FEW_GUMBEL = (
-    "fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,k0,k8,"
-    "hot_overflow,cold,filters_temperature"
+    "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,"
+    "k0,k8,hot_overflow,cold,filters_temperature"
 )
 # (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
 # sizes put rows off the 16-byte boundary.

@@ -6,6 +6,7 @@ The dense ops have two forms, which must give the same: eager calls, which may l
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -156,10 +157,18 @@ def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, ..
 @pytest.mark.parametrize("op", DRAWING_OPS)
 def test_wrong_implementation_is_caught(op: str) -> None:
     """The oracle with one mistake."""
+    made: list[Case] = []
+    more = sample_inputs(op, vocab_sizes=[17, 600])
+
+    def cases() -> Iterator[Case]:
+        """Made one by one, until one of them shows the mistake, and kept for the next mistake."""
+        yield from made
+        for case in more:
+            made.append(case)
+            yield case
+
     for mistake in mistakes_of(op):
-        # Cases are made one by one, until one of them shows the mistake.
-        cases = sample_inputs(op, vocab_sizes=[17, 600])
-        assert any(compare(case, oracle_with(mistake, op, case.args)).wrong for case in cases), mistake
+        assert any(compare(case, oracle_with(mistake, op, case.args)).wrong for case in cases()), mistake
 
 
 def own_exact(mistake: str, **args: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ MISTAKES = ["stops at a failure", "residual without P", "the row before", "P wit
 @pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_block_is_caught(mistake: str, report: Report) -> None:
-    target, draft = tables(41, "close")
+    target, draft = tables(42, "close", spread=2.5)
 
     def wrong(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
         return own_block(mistake, **args)

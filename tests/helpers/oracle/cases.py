@@ -8,6 +8,7 @@ import random
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,20 @@ class Case:
     name: str
     op: str
     args: dict[str, Any]
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, ...]:
+        """What the oracle returns."""
+        return oracle(self.op, on_cpu(self.args))
+
+
+def on_cpu(args: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in args.items()}
+
+
+def oracle(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
+    outputs = getattr(reference, op)(**args)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 def sample_inputs(

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torch_specops import reference
 
-from .cases import Case
+from .cases import Case, on_cpu, oracle
 
 BELOW_ONE = 1.0 - 2.0**-53
 # The largest w = 1 - u of Gumbel noise in float32.
@@ -55,8 +55,7 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
     A row must equal the oracle's, bit for bit, but for rounding; `sample`'s lse must be close. Wrong shapes, dtypes or
     a wrong number of outputs raise AssertionError.
     """
-    args = _on_cpu(case.args)
-    expected = _oracle(case.op, args)
+    args, expected = on_cpu(case.args), case.expected
     got = tuple(x.cpu() for x in ((got,) if isinstance(got, Tensor) else got))
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in expected], (
         f"{case.name}: expected {[(list(x.shape), x.dtype) for x in expected]}, "
@@ -68,7 +67,7 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
         got_row = tuple(x[b : b + 1] for x in got)
         choices = (moved for share in SHARES for moved in _moved(case.op, row, share, MOVED))
         with _drawing(case.op, row, got_row):
-            is_rounding = any(_equal_rows(case.op, _oracle(case.op, moved), got_row) for moved in choices)
+            is_rounding = any(_equal_rows(case.op, oracle(case.op, moved), got_row) for moved in choices)
         if is_rounding:
             rounding += 1
         else:
@@ -78,19 +77,13 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
 
 def rounding_rows(case: Case) -> Tensor:
     """[B] bool: the rows that float32 rounding may decide."""
-    args = _on_cpu(case.args)
-    expected = _oracle(case.op, args)
+    args, expected = on_cpu(case.args), case.expected
     found = torch.zeros(len(expected[0]), dtype=torch.bool)
     changes = (nullcontext, partial(_scores, _second)) if case.op.endswith("gumbel") else (nullcontext,)
     for moved, change in itertools.product(_moved(case.op, args, 1.0, (*MOVED, DRAWING)), changes):
         with change():
-            found |= ~_equal_rows(case.op, expected, _oracle(case.op, moved))
+            found |= ~_equal_rows(case.op, expected, oracle(case.op, moved))
     return found
-
-
-def _oracle(op: str, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    outputs = getattr(reference, op)(**args)
-    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) -> Tensor:
@@ -201,7 +194,3 @@ def _moved(
                     highest = math.inf if endless else BELOW_ONE
                     moved[name] = torch.where((x > 0) & (x < 1), changed.clamp(lowest, highest), x)
         yield moved
-
-
-def _on_cpu(args: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in args.items()}
