@@ -170,6 +170,7 @@ def test_a_division_that_rounds_is_absorbed_on_request_alone() -> None:
     torch.testing.assert_close(outputs[1], sampled(by(0.7))(**given)[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_inductors_cache_keeps_the_graphs_apart() -> None:
     step, given, runs = sampled(by(2)), inputs("sample"), []
     with fresh_cache():
@@ -185,6 +186,9 @@ def test_inductors_cache_keeps_the_graphs_apart() -> None:
     again = runs.pop(2)
     assert again == (1, {}) or (torch.__version__ < "2.13" and again == (1, counted))
     assert runs == [(0, None), (0, counted), (1, None)]
+
+
+def test_names_of_passes_in_inductors_cache() -> None:
     assert AbsorbPass((), False, Counter()).uuid() != AbsorbPass((), True, Counter()).uuid()
     assert AbsorbPass((lambda graph: None,), False, Counter()).uuid() is None  # no name, no cache
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ def filtered(weights: Tensor, params: SamplingParams) -> Tensor:
     return torch.zeros(V, dtype=torch.float64).index_put_((order,), p * kept)
 
 
+@cache
+def next_law(last: tuple[int, ...], params: SamplingParams) -> tuple[int, Tensor]:
+    """The likeliest token after a text, of which two tokens count, and the law."""
+    logits = TARGET.next_logits(torch.tensor([last]))[0].double()
+    return int(logits.argmax()), filtered(torch.softmax(logits / (params.temperature or 1.0), -1), params)
+
+
 def engine(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> list[list[int]]:
     """Row by row, the simplest right engine."""
     generator = torch.Generator().manual_seed(seeds[0])
@@ -45,12 +53,8 @@ def engine(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) -> 
     for prompt, each in zip(prompts, params, strict=True):
         text = list(prompt)
         for _ in range(2):
-            logits = TARGET.next_logits(torch.tensor([text]))[0].double()
-            if each.temperature == 0:
-                text.append(int(logits.argmax()))
-            else:
-                weights = filtered(torch.softmax(logits / each.temperature, -1), each)
-                text.append(int(torch.multinomial(weights, 1, generator=generator)))
+            best, law = next_law(tuple(text[-2:]), each)
+            text.append(best if each.temperature == 0 else int(torch.multinomial(law, 1, generator=generator)))
         rows.append(text[len(prompt) :])
     return rows
 
