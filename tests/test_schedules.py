@@ -268,6 +268,16 @@ def test_slow_steps_in_a_row_are_forgotten(slow: tuple[int, ...]) -> None:
     assert [Loop(schedule, flat).run(texts) for _ in range(2)][-1] < 30
 
 
+@pytest.mark.parametrize("seed", [3, 5, 9])
+def test_slow_steps_now_and_then_change_little(seed: int) -> None:
+    """Many numbers of tokens are read once, and two of them in a slow step do not bear each other out."""
+    rng = random.Random(seed)
+    slow = [step for step in range(1000) if rng.random() < 0.05]
+    texts = [a_text(200, lambda position: 0.7, seed + row % 8, match=8) for row in range(24)]
+    steady, disturbed = (Loop(Auto(10), flat, is_refilled=True, slow=steps).run(texts, 8) for steps in ((), slow))
+    assert disturbed < 1.03 * steady
+
+
 @pytest.mark.parametrize("options", [{}, {"looks_up": False, "drafting": 0.1}])
 def test_a_slow_first_step_makes_no_draft_look_free(options: dict[str, Any]) -> None:
     for seconds, chance in ((stepped, 0.3), (dear, 0.6)):

@@ -27,6 +27,8 @@ WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
 PATIENCE, CAUTION, MEMORY_OF_TEXTS = 2.0, 0.7, 0.95
 PATIENCE_OF_OTHERS, MEMORY_OF_OTHERS = 8.0, 0.5 ** (1 / 50)
 MOST_CERTAIN = 0.98
+# Less pays nowhere.
+LEAST_CHANCE = 0.01
 # The share of what drafts are expected to save that is not at stake.
 SURE = 0.5
 # In steps without drafts, what a batch may lose at first on drafts that are known, and on others; and how often a gain
@@ -374,6 +376,8 @@ class Auto(Schedule):
             for place in range(room):
                 chance = self._chance_after[min(max(match, 0) + place, LONGEST)]
                 product *= min(chance * odds / (1 - chance + chance * odds), MOST_CERTAIN)
+                if product < LEAST_CHANCE:
+                    break
                 products.append(product)
             reached.append(products)
         return reached
@@ -520,10 +524,16 @@ class _Costs:
     def _measure(self) -> None:
         scale = self._scale()
         points = {tokens: seconds * scale for tokens, seconds in self._old}
-        points |= {n: min(times) for n, times in self._times.items() if len(times) > 1 or n in self._unsure}
+        # More tokens take no less time: of two times, the longer one for fewer tokens has another reason.
+        least, times = math.inf, {}
+        for tokens in sorted(self._times, reverse=True):
+            own = self._times[tokens]
+            times[tokens] = min(own) if len(own) > 1 else min(own[0], least)
+            least = min(least, times[tokens])
+        points |= {n: times[n] for n, own in self._times.items() if len(own) > 1 or n in self._unsure}
         surprises = []
-        for tokens in sorted(self._times.keys() - points.keys()):
-            seconds = self._times[tokens][0]
+        for tokens in sorted(times.keys() - points.keys()):
+            seconds = times[tokens]
             expected = self._between(sorted(points.items()), tokens) if points else seconds
             if seconds <= SURPRISE * expected:
                 points[tokens] = seconds
