@@ -25,7 +25,7 @@ from tiny_loops import (
 )
 from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, greedy_alone, padded, perturbed, shared_tiny, tiny
 
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -242,3 +242,19 @@ def test_the_seed_decides_a_sampled_text() -> None:
     assert run(seed=torch.tensor(first[1])) == first
     torch.manual_seed(3)
     assert run() == first
+
+
+def test_results_are_shown_in_few_words() -> None:
+    """Of many rows, with log-probabilities: no tensor is printed, nor hundreds of numbers. Nothing is checked."""
+    decoder, prompts = SpeculativeDecoder(tiny("llama"), sampling=GREEDY), [[3, 4, 5]] * 100
+    output = decoder.generate(prompts, max_new_tokens=2, seed=0, eos_token_id=(), logprobs="raw", top_logprobs=2)
+    requests = [Request(torch.arange(50), 2, stop_strings="x"), Request([[torch.ones(9)]], inputs="no mapping")]
+    done = list(decoder.generate_many(requests, batch_size=2))
+    for shown, part in (
+        (output, "num_new_tokens=[2, 2, 2, 2, 2, 2, 2, 2, ...], finish_reasons=['length', "),
+        (output.stats, "num_tokens=200, num_steps=2, mean_acceptance_length=1.0, acceptance_rate_per_position=[]"),
+        *zip(requests, ("input_ids=[0, 1, 2, 3, 4, 5, 6, 7, ...], max_new_tokens=2", "no mapping"), strict=True),
+        *((each, f"finish_reason='error', error={each.error!r}") for each in done),
+    ):
+        assert part in repr(shown) and len(repr(shown)) < 600, repr(shown)
+        assert "tensor" not in repr(shown) or "no mapping" in part

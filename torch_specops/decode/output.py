@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from reprlib import Repr
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,8 +17,19 @@ __all__ = [
     "Step",
     "Streamer",
     "TopLogprobs",
+    "shortened",
     "streamer_calls",
 ]
+
+# Lists in a `repr` have an entry for each row of a batch, which may have hundreds.
+_SHORT = Repr()
+_SHORT.maxlist = 8
+
+
+def shortened(name: str, **values: object) -> str:
+    """The `repr` of an object with these values; long lists are cut."""
+    shown = (f"{key}={(_SHORT.repr if isinstance(value, list) else repr)(value)}" for key, value in values.items())
+    return f"{name}({', '.join(shown)})"
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class TopLogprobs(NamedTuple):
     values: Tensor  # float32 log-probabilities; NaN where no token was generated, -inf for excluded tokens
 
 
-@dataclass
+@dataclass(repr=False)
 class GenerationStats:
     """Counts and times, summed over all steps.
 
@@ -82,6 +94,18 @@ class GenerationStats:
     compiled: str = ""
     verify: str = ""
     state_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return shortened(
+            "GenerationStats",
+            num_tokens=self.num_tokens,
+            num_steps=self.num_steps,
+            mean_acceptance_length=round(self.mean_acceptance_length, 2),
+            acceptance_rate_per_position=[round(rate, 2) for rate in self.acceptance_rate_per_position],
+            tokens_per_second=round(self.tokens_per_second, 1),
+            compiled=self.compiled.partition(":")[0],
+            verify=self.verify,
+        )
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -126,7 +150,7 @@ class GenerationStats:
                 self.accepted_at[position] += position < accepted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GenerationOutput:
     """Finished sequences.
 
@@ -151,6 +175,8 @@ class GenerationOutput:
         ...     lengths=torch.tensor([4, 2]), stats=None)
         >>> output.new_tokens(0), output.new_tokens(1)
         ([7, 8], [3])
+        >>> output
+        GenerationOutput(prompt_lengths=[2, 1], num_new_tokens=[2, 1], finish_reasons=[], stats=None)
     """
 
     sequences: Tensor
@@ -161,6 +187,16 @@ class GenerationOutput:
     logprobs: Tensor | None = None
     finish_reasons: list[str | None] = field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
+
+    def __repr__(self) -> str:
+        values = {
+            "prompt_lengths": self.prompt_lengths.tolist(),
+            "num_new_tokens": (self.lengths - self.prompt_lengths).tolist(),
+            "finish_reasons": self.finish_reasons,
+        }
+        if self.errors:
+            values["errors"] = self.errors
+        return shortened("GenerationOutput", **values, stats=self.stats)
 
     def new_tokens(self, row: int) -> list[int]:
         """The new tokens of one row."""

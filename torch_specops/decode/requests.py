@@ -19,12 +19,12 @@ from ..grammars import Grammar
 from ..sampling import SamplingParams
 from .inputs import Prompts, Seed, as_prompt, read_prompts
 from .keywords import check_keywords
-from .output import TopLogprobs
+from .output import TopLogprobs, shortened
 
 __all__ = ["Completion", "Handle", "Request", "largest", "read_request"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """A prompt for a session or `SpeculativeDecoder.generate_many`, and how to continue it.
 
@@ -66,11 +66,20 @@ class Request:
     inputs: Mapping[str, Tensor] | None = None
     grammar: Grammar | None = None
 
+    def __repr__(self) -> str:
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        for name in ("input_ids", "seed"):
+            if hasattr(values.get(name), "tolist"):
+                values[name] = values[name].tolist()
+        if isinstance(self.inputs, Mapping):
+            values["inputs"] = list(self.inputs)
+        return shortened("Request", **values)
+
 
 Request.__init__ = check_keywords(Request.__init__)  # type: ignore[method-assign]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Completion:
     """The result of a request. Its tensors are on the CPU.
 
@@ -88,8 +97,8 @@ class Completion:
     Examples:
         >>> import torch, torch_specops
         >>> tokens = torch.tensor([5, 6, 7, 2])
-        >>> torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos").error is None
-        True
+        >>> torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos")
+        Completion(index=0, prompt_length=2, num_new_tokens=2, seed=1, finish_reason='eos')
     """
 
     index: int
@@ -100,6 +109,16 @@ class Completion:
     finish_reason: str
     error: str | None = None
     top_logprobs: TopLogprobs | None = None
+
+    def __repr__(self) -> str:
+        values = {
+            "index": self.index,
+            "prompt_length": len(self.tokens) - len(self.new_tokens),
+            "num_new_tokens": len(self.new_tokens),
+            "seed": self.seed,
+            "finish_reason": self.finish_reason,
+        }
+        return shortened("Completion", **values, **({} if self.error is None else {"error": self.error}))
 
 
 class Handle:
