@@ -189,7 +189,7 @@ class GenerationOutput:
     top_logprobs: TopLogprobs | None = None
 
     def __repr__(self) -> str:
-        values = {
+        values: dict[str, object] = {
             "prompt_lengths": self.prompt_lengths.tolist(),
             "num_new_tokens": (self.lengths - self.prompt_lengths).tolist(),
             "finish_reasons": self.finish_reasons,
