@@ -197,6 +197,17 @@ print(*(getattr(torch_specops, name).__name__ for name in {names}))
     assert not set(last.split()) & set(first.split())
 
 
+def test_transformers_is_changed_for_custom_generate_alone() -> None:
+    first, second = run_python("""
+import torch_specops, transformers
+from torch_specops.hf import TransformersModel
+print("torch_specops" in transformers.GenerationMixin._extract_generation_mode_kwargs.__code__.co_filename)
+torch_specops.hf.custom_generate
+print("torch_specops" in transformers.GenerationMixin._extract_generation_mode_kwargs.__code__.co_filename)
+""").splitlines()
+    assert (first, second) == ("False", "True")
+
+
 def test_cpu_ops_need_nothing_but_torch_and_numpy() -> None:
     run_python("""
 import sys

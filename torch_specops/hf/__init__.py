@@ -1,6 +1,11 @@
 """Hugging Face models in the decoding loop."""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .generate import custom_generate
 
 # transformers imports torchao where it is installed, which logs the kernels that it cannot load and what torch
 # deprecates in it. A user can do nothing about either.
@@ -11,7 +16,6 @@ for _logger in _loggers:
 try:
     from .adapter import language_model
     from .encoder_decoder import EncoderDecoderModel
-    from .generate import custom_generate
     from .models import TransformersModel
     from .stopping import stop_string_rule
 finally:
@@ -19,3 +23,10 @@ finally:
         _logger.setLevel(_level)
 
 __all__ = ["EncoderDecoderModel", "TransformersModel", "custom_generate", "language_model", "stop_string_rule"]
+
+
+def __getattr__(name: str) -> Any:
+    # Its module wraps two methods of `GenerationMixin`, which are left alone until it is asked for.
+    if name == "custom_generate":
+        return import_module(".generate", __name__).custom_generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
