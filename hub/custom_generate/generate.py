@@ -1,0 +1,12 @@
+"""Speculative decoding for `model.generate(..., custom_generate="OWNER/REPOSITORY", trust_remote_code=True)`."""
+
+from typing import Any
+
+from torch_specops.hf import custom_generate
+
+
+def generate(model: Any, *arguments: Any, **options: Any) -> Any:
+    """What `model.generate` takes, and what `torch_specops.hf.custom_generate` takes besides, `draft_model` and
+    `num_draft_tokens` for example."""
+    # A repository with weights beside this file gives the model a `generate` of its own: this one.
+    return type(model).generate(model, *arguments, custom_generate=custom_generate, **options)
