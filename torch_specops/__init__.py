@@ -20,7 +20,7 @@ from .ops import filter_logits, sample, sample_gumbel, verify_block, verify_exac
 from .ops.uniforms import uniforms
 from .sampling import SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Completion",
     "GenerationOutput",
