@@ -46,7 +46,8 @@ def content(path: Path) -> str:
         return source
     summary, rest = docstring(source)
     # In the docstrings commands are indented, which Markdown shows as code.
-    parts = [f"# {summary.rstrip('.')}", rest]
+    # The list of three headings makes room for the lines of the source.
+    parts = ["---\nhide: [toc]\n---", f"# {summary.rstrip('.')}", rest]
     printed = path.parent / "outputs" / f"{path.stem}.txt"
     if printed.exists():
         parts += ["## Output", f"```text\n{printed.read_text()}```"]
