@@ -47,8 +47,7 @@ def content(path: Path) -> str:
         return source
     summary, rest = docstring(source)
     # In the docstrings commands are indented, which Markdown shows as code.
-    # The list of three headings makes room for the lines of the source.
-    parts = ["---\nhide: [toc]\n---", f"# {summary.rstrip('.')}", rest]
+    parts = [f"# {summary.rstrip('.')}", rest]
     printed = path.parent / "outputs" / f"{path.stem}.txt"
     if printed.exists():
         parts += ["## Output", f"```text\n{printed.read_text()}```"]
@@ -75,6 +74,9 @@ def examples_list() -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
+    # The list of headings makes room for lines of 120 columns.
+    if source.endswith(".py") or source == "CONTRIBUTING.md":
+        page.meta["hide"] = ["toc"]
     # A search finds guides and the API before what stands behind them.
     page.meta["search"] = {"boost": 0.2 if re.match(BACKGROUND, here) else 2 if here.startswith("api/") else 1}
     # GitHub chooses one of two pictures by the reader's colour scheme, and the site by its own switch.
