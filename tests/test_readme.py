@@ -1,4 +1,4 @@
-"""README and docstrings: examples run and print what they say, commands exist, links lead somewhere."""
+"""README and docstrings: commands exist, docstrings print what they say, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ README = (ROOT / "README.md").read_text()
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
-# Languages and texts.
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
+COMMANDS = "".join(re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)).splitlines()
 
 
 def run(*arguments: str) -> str:
@@ -37,27 +35,12 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-# Compiling for a CPU takes half a minute, and what Inductor makes of the ops is compared in test_compile.py.
-COMPILED, TRACED = "@torch.compile(fullgraph=True)", '@torch.compile(fullgraph=True, backend="aot_eager")'
-
-
-@pytest.mark.parametrize("place", [i for i, (language, _) in enumerate(BLOCKS) if language == "python"])
-def test_python_blocks_run_and_print_what_they_say(place: int, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(BLOCKS[place][1].replace(COMPILED, TRACED))
-    language, printed = BLOCKS[place + 1]
-    assert language == "text"
-    assert run(sys.executable, str(script)).split() == printed.split()
-
-
 def test_commands_exist() -> None:
     installed: list[str] = []
-    makefile, project = ((ROOT / name).read_text() for name in ("Makefile", "pyproject.toml"))
+    project = (ROOT / "pyproject.toml").read_text()
     for command in COMMANDS:
         program, first, *others = shlex.split(command, comments=True)
-        if program == "make":
-            assert re.search(rf"^{first}:", makefile, re.MULTILINE), command
-        elif program == "pip":
+        if program == "pip":
             assert first == "install", command
             installed.append(others[-1])
         else:
@@ -158,4 +141,4 @@ def test_the_table_of_speeds_is_that_of_the_result_files() -> None:
     pictures = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))
     assert pictures["speed_table"](pictures["speeds"]()) in README
     assert pictures["compiled_text"]() in " ".join(README.split())
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 120

@@ -4,8 +4,9 @@
     python docs/site/check.py build/site --screenshots FOLDER
 
 Pages are found by links from the first one on. An error is a link or an anchor that leads nowhere, a file that is asked
-of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, and a search
-without a result. Playwright's own Chromium is used, or the one that CHROMIUM names.
+of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, a line of code
+that is cut on a desk, text that is too faint, and a search that does not find its page. Playwright's own Chromium is
+used, or the one that CHROMIUM names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from urllib.parse import urldefrag, urljoin
 from playwright.sync_api import Page, Response, sync_playwright
 
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
-SHOWN = ("/", "/math/", "/api/ops/", "/examples/quickstart/", "/drafts/", "/evidence_leviathan/")
+SHOWN = ("", "quickstart/", "drafts/", "own_loop/", "math/", "api/ops/", "examples/quickstart/", "evidence_leviathan/")
+# What is searched for, and the page that must be among the first three results.
+SEARCHES = {
+    "verify_exact": "api/ops/",
+    "install": "install/",
+    "quickstart": "quickstart/",
+    "gpu": "gpu/",
+    "hybrid": "models/",
+    "own loop": "own_loop/",
+}
 # Text outside code that looks like a formula in its source.
 UNRENDERED = r"""() => {
     const walker = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_TEXT);
@@ -34,7 +44,44 @@ UNRENDERED = r"""() => {
     }
     return found;
 }"""
+# Text whose contrast with its ground is less than WCAG's AA asks for, each kind once: 4.5, and 3 if it is large.
+FAINT = r"""() => {
+    const channels = color => color.match(/[\d.]+/g).map(Number);
+    const over = (top, alpha, below) => top.slice(0, 3).map((value, i) => alpha * value + (1 - alpha) * below[i]);
+    const alpha = color => color.length > 3 ? color[3] : 1;
+    const light = color => {
+        const [r, g, b] = color.map(v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const found = new Map();
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const node = walker.currentNode.parentElement;
+        const text = walker.currentNode.data.trim();
+        if (!text || node.closest('.headerlink, script, style, noscript, .md-search')) continue;
+        if (!node.checkVisibility({checkOpacity: true, checkVisibilityCSS: true})) continue;
+        const parents = [];
+        for (let each = node; each; each = each.parentElement) parents.unshift(getComputedStyle(each));
+        let ground = [255, 255, 255], opacity = 1;
+        for (const style of parents) {
+            const own = channels(style.backgroundColor);
+            ground = over(own, alpha(own), ground);
+            opacity *= Number(style.opacity);
+        }
+        const style = parents.at(-1), color = channels(style.color), size = parseFloat(style.fontSize);
+        const ink = over(color, alpha(color) * opacity, ground);
+        const [low, high] = [light(ink), light(ground)].sort((a, b) => a - b);
+        const ratio = (high + 0.05) / (low + 0.05);
+        const least = size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5;
+        const kind = `${node.tagName.toLowerCase()}.${node.className} ${style.color} on ${ground.map(Math.round)}`;
+        if (ratio < least) found.set(kind, `${ratio.toFixed(2)}: ${kind}: ${text.slice(0, 40)}`);
+    }
+    return [...found.values()];
+}"""
+CUT = """() => [...document.querySelectorAll('article pre > code')]
+    .filter(code => code.scrollWidth > code.clientWidth).map(code => code.innerText.slice(0, 60))"""
 LINKS = "() => [...document.querySelectorAll('a[href]')].map(a => a.href)"
+RESULTS = "links => links.map(link => link.href.split('#')[0])"
 IDS = "() => [...document.querySelectorAll('[id], a[name]')].map(each => each.id || each.name)"
 
 
@@ -74,24 +121,43 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
                 if place not in ids:
                     waiting.setdefault(place, here)
         name = here.removeprefix(root)
+        errors += [f"{here}: a line is cut on a desk: {text!r}" for text in page.evaluate(CUT)]
+        errors += [f"{here}: too faint: {text}" for text in page.evaluate(FAINT)]
         for device, size in (("desk", DESK), ("phone", PHONE)):
             page.set_viewport_size(size)
             width = page.evaluate("() => document.documentElement.scrollWidth")
             if width > size["width"]:
                 errors.append(f"{here}: is {width} pixels wide on a {device} of {size['width']}")
-            if screenshots is not None and f"/{name}" in SHOWN:
-                page.screenshot(path=screenshots / f"{name.replace('/', '_')}{device}.png")
+            if screenshots is not None and name in SHOWN:
+                page.screenshot(path=screenshots / f"{name.replace('/', '_')}{device}.png", full_page=name == "")
     for here, link in links:
         place, anchor = urldefrag(link)
         if anchor and anchor not in ids[place]:
             errors.append(f"{here}: a link leads to {link}, which has no such anchor")
     page.set_viewport_size(DESK)
-    page.goto(root)
-    page.locator("[data-md-component=search-query]").fill("verify_exact")
-    page.wait_for_selector(".md-search-result__link", timeout=10_000)
+    for words, name in SEARCHES.items():
+        page.goto(root)
+        page.locator("[data-md-component=search-query]").fill(words)
+        page.wait_for_selector(".md-search-result__link", timeout=10_000)
+        found = page.eval_on_selector_all(".md-search-result__link", RESULTS)
+        pages = list(dict.fromkeys(link.removeprefix(root).split("?")[0] for link in found))
+        if name not in pages[:3]:
+            errors.append(f"a search for {words!r} does not find {name}, but {pages[:5]}")
     if screenshots is not None:
         page.screenshot(path=screenshots / "search.png")
     print(f"{len(ids)} pages, {len(links)} links")
+    return errors
+
+
+def check_dark(page: Page, root: str, screenshots: Path | None) -> list[str]:
+    errors: list[str] = []
+    for name in SHOWN:
+        page.goto(root + name)
+        errors += [f"{root}{name}: too faint in the dark: {text}" for text in page.evaluate(FAINT)]
+        for device, size in (("desk", DESK), ("phone", PHONE)):
+            page.set_viewport_size(size)
+            if screenshots is not None:
+                page.screenshot(path=screenshots / f"dark_{name.replace('/', '_')}{device}.png", full_page=name == "")
     return errors
 
 
@@ -104,7 +170,9 @@ def main() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox"])
-        errors = check(browser.new_page(), urljoin(f"http://127.0.0.1:{server.server_port}", "/"), args.screenshots)
+        root = urljoin(f"http://127.0.0.1:{server.server_port}", "/")
+        errors = check(browser.new_page(), root, args.screenshots)
+        errors += check_dark(browser.new_page(color_scheme="dark"), root, args.screenshots)
         browser.close()
     print("\n".join(errors))
     sys.exit(bool(errors))

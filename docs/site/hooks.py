@@ -29,6 +29,7 @@ PAGES = {
 }
 PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
 SOURCES = {page: source for source, page in PAGES.items()}
+BACKGROUND = "examples/|evidence|math|performance|pitfalls|design|vocabulary|benchmarks|contributing|changelog"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -73,6 +74,11 @@ def examples_list() -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
+    # The list of headings makes room for lines of 120 columns.
+    if source.endswith(".py") or source == "CONTRIBUTING.md":
+        page.meta["hide"] = ["toc"]
+    # A search finds guides and the API before what stands behind them.
+    page.meta["search"] = {"boost": 0.2 if re.match(BACKGROUND, here) else 2 if here.startswith("api/") else 1}
     # GitHub chooses one of two pictures by the reader's colour scheme, and the site by its own switch.
     markdown = re.sub(
         r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>',

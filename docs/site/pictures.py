@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 DATE = "2026-11-26"
+# Inches and points. A phone of 390 pixels shows a picture 358 pixels wide, and its small letters 11 pixels high.
+WIDTH, LARGE, SMALL = 4.4, 12, 10
 SMOLLM2, BYTES = "SmolLM2-135M, prompt lookup", "byte-level models, K = 4"
 # (target and draft, B, result file); all of a line was measured in turns, and nothing of it was compiled.
 SETTINGS = (
@@ -100,20 +102,20 @@ def compiled_text() -> str:
 
 
 def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
-    figure = Figure(figsize=(9.6, 2.3), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    figure = Figure(figsize=(WIDTH, 4.1), layout="constrained")
+    panels = figure.subplots(3, 1)
     for panel, record in zip(panels, (records[0], records[3], records[1]), strict=True):
         speeds = [record[way] for way, *_ in WAYS]
         for place, ((*_, colour), speed) in enumerate(zip(WAYS, speeds, strict=True)):
             panel.barh(-place, speed, color=colour, height=0.72)
-            panel.text(speed, -place, f" {speed:,.0f}", va="center", color=scheme.ink, fontsize=10)
-        panel.set_title(record["setting"].replace(": ", "\n"), loc="left", color=scheme.ink, fontsize=10)
+            panel.text(speed, -place, f" {speed:,.0f}", va="center", color=scheme.ink, fontsize=SMALL)
+        panel.set_title(record["setting"], loc="left", x=-0.6, color=scheme.ink, fontsize=SMALL, weight="bold")
         panel.set_xlim(0, 1.25 * max(speeds))
-        panel.set_yticks([-place for place in range(len(WAYS))], [way for way, *_ in WAYS], color=scheme.ink)
+        names = [way for way, *_ in WAYS]
+        panel.set_yticks([-place for place in range(len(WAYS))], names, color=scheme.ink, fontsize=SMALL)
         panel.tick_params(length=0)
         panel.set_xticks([])
         panel.spines[:].set_visible(False)
-    figure.supxlabel("tokens per second, one sequence, nothing compiled", color=scheme.ink, fontsize=9)
     save(figure, f"speed{scheme.suffix}.svg")
 
 
@@ -153,44 +155,45 @@ def record_step() -> dict[str, Any]:
 
 
 def draw_step(step: dict[str, Any], scheme: Scheme) -> None:
-    figure = Figure(figsize=(9.6, 3.0), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     panel = figure.subplots()
     count, last = step["num_accepted"], len(step["drafts"])
-    panel.set_xlim(-5.2, last)
-    panel.set_ylim(-3.9, 0.4)
+    panel.set_xlim(0, last)
+    panel.set_ylim(-7.9, 0.5)
     panel.axis("off")
+    prompt = step["prompt"].strip()
     rows = {
-        0.0: ("draft", f"a cheap model guesses {last} tokens"),
-        -1.0: ("verify", "the target reads all of them in one forward"),
-        -2.2: ("accept", "while u q(x) < p(x), u uniform in [0, 1)"),
-        -3.5: ("resample", "the next token, from max(p \N{MINUS SIGN} q, 0)"),
+        0.2: ("draft", f"a small model continues '{prompt} '"),
+        -1.7: ("verify", "the target reads all in one forward: p and q of each"),
+        -3.7: ("accept", "while u q < p, for a uniform u"),
+        -6.4: ("resample", "the next token, from max(p \N{MINUS SIGN} q, 0)"),
     }
     for height, (name, hint) in rows.items():
-        panel.text(-5.2, height + 0.17, name, color=scheme.ink, fontsize=12, weight="bold", va="center")
-        panel.text(-5.2, height - 0.2, hint, color=scheme.ink, fontsize=8.5, va="center")
-    panel.text(-0.1, 0, step["prompt"], color=scheme.ink, ha="right", va="center")
-    small = {"fontsize": 8.5, "ha": "center", "va": "center"}
+        shown = panel.text(0.12, height, name, color=scheme.ink, fontsize=LARGE, weight="bold", va="center")
+        offset = {"xycoords": shown, "textcoords": "offset points"}
+        panel.annotate(hint, (1, 0.5), (6, 0), **offset, color=scheme.ink, fontsize=SMALL, va="center")
+    small = {"fontsize": SMALL, "ha": "center", "va": "center"}
     for index, token in enumerate(step["drafts"]):
         p, q, u = (step[name][index] for name in "pqu")
         colour = scheme.accepted if index < count else scheme.rejected if index == count else scheme.faint
-        box(panel, index, 0, token, scheme.ink, scheme.faint)
-        panel.text(index + 0.5, -1, f"p = {p:.2f}\nq = {q:.2f}", color=scheme.ink, **small)
-        box(panel, index, -2.1, token, colour, colour)
+        box(panel, index, -0.65, token, scheme.ink, scheme.faint)
+        panel.text(index + 0.5, -2.65, f"p {p:.2f}\nq {q:.2f}", color=scheme.ink, **small)
+        box(panel, index, -4.5, token, colour, colour)
         if index <= count:
             sign = "<" if index < count else "\N{GREATER-THAN OR EQUAL TO}"
-            panel.text(index + 0.5, -2.62, f"{u * q:.2f} {sign} {p:.2f}", color=colour, **small)
+            panel.text(index + 0.5, -5.4, f"{u * q:.2f}\n{sign} {p:.2f}", color=colour, **small)
         if index < count:
-            box(panel, index, -3.4, token, scheme.accepted, scheme.accepted)
-    box(panel, count, -3.4, step["next"], scheme.own, scheme.own)
+            box(panel, index, -7.3, token, scheme.accepted, scheme.accepted)
+    box(panel, count, -7.3, step["next"], scheme.own, scheme.own)
     save(figure, f"step{scheme.suffix}.svg")
 
 
 def box(panel: Axes, x: float, y: float, text: str, ink: str, edge: str) -> None:
-    shape = FancyBboxPatch((x + 0.12, y - 0.28), 0.76, 0.56, boxstyle="round,pad=0,rounding_size=0.1", fill=False)
+    shape = FancyBboxPatch((x + 0.12, y - 0.38), 0.76, 0.76, boxstyle="round,pad=0,rounding_size=0.1", fill=False)
     shape.set(edgecolor=edge, linewidth=1.6)
     panel.add_patch(shape)
     label = text.replace(" ", "\N{OPEN BOX}")
-    panel.text(x + 0.5, y, label, color=ink, fontsize=12, family="monospace", ha="center", va="center")
+    panel.text(x + 0.5, y, label, color=ink, fontsize=LARGE, family="monospace", ha="center", va="center")
 
 
 def save(figure: Figure, name: str) -> None:

@@ -5,7 +5,7 @@
     out/aot_verify verify out/verify.pt2 out/verify_inputs.pt
     out/aot_verify decode out/step.pt2 out/step_inputs.pt
 
-The step is that of the byte-level pair that comes with the package: a token is a byte. docs/deploy.md says what a
+The step is that of the byte-level pair that comes with the package: a token is a byte. docs/own_loop.md says what a
 package can do and what it cannot.
 """
 

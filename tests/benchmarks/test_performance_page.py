@@ -1,8 +1,9 @@
-"""docs/performance.md says what the result files, the bytes model and the launcher say."""
+"""docs/performance.md says what the result files, the bytes model and the launcher say; docs/gpu.md repeats it."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,11 +13,18 @@ from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
 pytestmark = needs_benchmarks
 
 RESULTS = BENCHMARKS / "results"
+PAGE = BENCHMARKS.parent / "docs" / "performance.md"
 
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    return PAGE.read_text()
+
+
+def test_the_page_for_users_has_no_other_figures(page: str) -> None:
+    answers = [line for line in (PAGE.parent / "gpu.md").read_text().splitlines() if line.startswith(("| ", "- "))]
+    figures = set(re.findall(r"\d[\d,.]*\d", " ".join(answers)))
+    assert len(figures) > 20 and sorted(figures - set(re.findall(r"\d[\d,.]*\d", page))) == []
 
 
 def table_row(cells: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What users do to a model between two calls, by the rows of the table in docs/huggingface.md."""
+"""What users do to a model between two calls, by the rows of the table in docs/models.md."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch_specops import GenerationOutput, SamplingParams
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import language_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 # What a config calls its sizes -> a small one. A config has some of these fields.
 SIZES = {

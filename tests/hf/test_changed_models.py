@@ -1,4 +1,4 @@
-"""A model that changes between two calls of a decoder: the table in docs/huggingface.md, row by row.
+"""A model that changes between two calls of a decoder: the table in docs/models.md, row by row.
 
 What a call gives is compared with a forward of the changed model itself, without a cache and in evaluation mode.
 """
@@ -30,7 +30,7 @@ from torch_specops.decode import Handle
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEADER = "| change between two calls | at the next call | in an open session | in compiled steps |\n"
 NEXT_TEXT, NO_TEXT_RUNS, AS_THEY_ARE, REFUSED = (
     "from the next text",

@@ -69,7 +69,7 @@ def test_a_hybrid_type_with_attention_alone_decodes_as_attention() -> None:
     assert output.new_tokens(0) == greedy_alone(model, PROMPTS[0], 8) and output.stats.state_bytes == 0
 
 
-# The formula of docs/huggingface.md: numbers in a state of the two layers that have one, recurrent and of convolutions.
+# The formula of docs/models.md: numbers in a state of the two layers that have one, recurrent and of convolutions.
 STATE_SIZES = {
     # value heads * key width * value width; (2 * key heads * key width + value heads * value width) * kernel.
     "qwen3_5_text": (2 * 4 * 8 * 8, 2 * (2 * 2 * 8 + 4 * 8) * 4),

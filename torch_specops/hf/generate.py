@@ -305,7 +305,7 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
     if model_kwargs.get("mm_encoder_outputs"):
         raise ValueError(
             "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
-            "expected pixel_values, and of a model whose images it reads (docs/huggingface.md)"
+            "expected pixel_values, and of a model whose images it reads (docs/models.md)"
         )
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     read = {"attention_mask", f"{prefix}attention_mask", f"{prefix}position_ids"}

@@ -1,0 +1,131 @@
+"""The pages of the site: each Python block runs as it is pasted, prints what stands below it, and fits the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torch_specops
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+# A line of code as wide as the column of text at 1280 pixels.
+COLUMNS = 84
+# Why a block is not run here, as its title says it to readers, and how many there are.
+NOT_RUN = {"needs a download": 4, "needs vLLM": 3, "needs TRL": 1, "needs lm_eval": 1, "takes a minute": 1}
+# Compiling for a CPU takes half a minute, and what Inductor makes of the ops is compared in test_compile.py.
+COMPILED, TRACED = "@torch.compile(fullgraph=True)", '@torch.compile(fullgraph=True, backend="aot_eager")'
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    title: str
+    text: str
+    printed: str | None  # what the text block directly below shows
+
+
+def blocks_of(page: Path) -> list[Block]:
+    source, found = page.read_text(), []
+    fences = [*re.finditer(r"^```(\w*)[^\S\n]*(.*?)\n(.*?)^```$", source, re.MULTILINE | re.DOTALL), None]
+    for fence, below in pairwise(fences):
+        assert fence is not None
+        title = re.fullmatch(r'(?:title="([^"]+)")?', fence[2])
+        assert title is not None, f"{page.name}: {fence[2]}"
+        is_output = below is not None and below[1] == "text" and not source[fence.end() : below.start()].strip()
+        line, printed = source.count("\n", 0, fence.start()) + 1, below[3] if is_output and below else None
+        found.append(Block(page.name, line, fence[1], title[1] or "", fence[3], printed))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+def named(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+def run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    code = compile(block.text.replace(COMPILED, TRACED), named(block), "exec")
+    exec(code, {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert block.printed is None or printed.split() == block.printed.split(), printed
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("block", [block for block in PYTHON if not block.title], ids=named)
+def test_blocks_run_and_print_what_stands_below(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    run(block, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.title == "takes a minute"], ids=named)
+def test_slow_blocks_run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    run(block, capsys)
+
+
+# Of lm_eval and what it needs.
+@pytest.mark.filterwarnings("ignore")
+def test_lm_eval_gets_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of the page, with a small model and a task that need no download."""
+    lm_eval = pytest.importorskip("lm_eval")
+    folder = ROOT / "torch_specops" / "data" / "austen_bytes" / "target"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    questions = ["It was not to be ", "She had ", "Mr. Darcy "]
+    Path("questions.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": "x"}) for text in questions))
+    task = {
+        "task": "questions",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}, "cache_dir": str(tmp_path)},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 30, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    decode, calls = torch_specops.hf.custom_generate, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(torch_specops.hf, "custom_generate", counted)
+    (block,) = (block for block in PYTHON if block.title == "needs lm_eval")
+    code = block.text.replace("Qwen/Qwen3-0.6B", "model").replace('["gsm8k"]', "[task.copy()]")
+    found: dict[str, Any] = {"task": task}
+    exec(code, found)
+    plain = lm_eval.simple_evaluate(found["lm"], tasks=[task.copy()])
+    answers, expected = ([each["resps"] for each in run["samples"]["questions"]] for run in (found["results"], plain))
+    assert calls and len(answers) == len(questions) and answers == expected
+
+
+def test_few_blocks_are_not_run_and_those_compile() -> None:
+    marked = [block for block in BLOCKS if block.title]
+    assert Counter(block.title for block in marked) == NOT_RUN
+    assert [named(block) for block in marked if block.language != "python"] == []
+    for block in marked:
+        compile(block.text, named(block), "exec")
+
+
+def test_no_line_of_code_is_wider_than_its_column() -> None:
+    wide = [f"{named(block)}: {line}" for block in BLOCKS for line in block.text.splitlines() if len(line) > COLUMNS]
+    assert wide == []
