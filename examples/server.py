@@ -23,32 +23,28 @@ from torch_specops import Request, SpeculativeDecoder
 from torch_specops.drafts import PromptLookup
 
 TARGET, DRAFT = (str(files("torch_specops") / "data" / "austen_bytes" / name) for name in ("target", "draft"))
-STRING = constr(min_length=1)
-# The fields of a request. They may be absent or null, and others are refused.
+STRING, STRICT = constr(min_length=1), {"extra": "forbid", "strict": True}
 SAMPLING = dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), float)
 SAMPLING |= {"logit_bias": Annotated[dict[int, float], Field(max_length=300)]}
+# The fields that clients may send; a null is no field.
 TYPES = SAMPLING | {"model": str, "user": str, "n": Literal[1], "logprobs": Literal[False], "seed": int, "stream": bool}
 TYPES |= {"stop": STRING | conlist(STRING, max_length=4), "stream_options": dict[Literal["include_usage"], bool]}
 TYPES |= {"max_tokens": int, "max_completion_tokens": int}
-TEXTS = {"prompt": STRING | conlist(int, min_length=1)}
-TEXTS |= {"messages": conlist(dict[Literal["role", "content", "name"], str], min_length=1)}
-OPTIONAL = {name: (kind | None, None) for name, kind in TYPES.items()} | {
-    "__config__": {"extra": "forbid", "strict": True}
-}
-FIELDS = {name: create_model(name, **OPTIONAL, **{name: (kind, ...)}) for name, kind in TEXTS.items()}
+TYPES = {name: (kind | None, None) for name, kind in TYPES.items()}
+TEXTS = {"prompt": STRING, "messages": conlist(dict[Literal["role", "content", "name"], str], min_length=1)}
+FIELDS = {name: create_model(name, __config__=STRICT, **TYPES, **{name: (kind, ...)}) for name, kind in TEXTS.items()}
 
 
 class Server:
     def __init__(self, session, tokenizer, name, max_length, max_requests=128, max_seconds=300.0):
         self.session, self.tokenizer, self.name, self.max_length = session, tokenizer, name, max_length
-        self.chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self.places, self.max_seconds = asyncio.Semaphore(max_requests), max_seconds
+        chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
+        self.encode, self.max_seconds = {"prompt": tokenizer, "messages": chat}, max_seconds
+        self.places, self.steps = asyncio.Semaphore(max_requests), threading.Thread(target=session.run)
         # A prompt that fits has few bytes for each token.
         self.app = web.Application(client_max_size=2**12 + 2**6 * max_length)
         self.app.add_routes([web.get(path, self.describe) for path in ("/health", "/v1/models")])
         self.app.add_routes([web.post(f"/v1/{path}", self.answer) for path in ("completions", "chat/completions")])
-        self.steps = threading.Thread(target=session.run)
         self.steps.start()
 
     async def describe(self, request):
@@ -64,39 +60,38 @@ class Server:
                     return await asyncio.wait_for(self.complete(request, response), 2 * self.max_seconds)
             status, message = 429, "too many requests wait or run"
         except ValidationError as error:
-            status, message = 400, "{loc}: {msg}".format(**error.errors()[0])
+            status, first = 400, error.errors()[0]
+            message = f"{[*first['loc'], 'body'][0]}: {first['msg']}"
         except (TemplateError, TypeError, ValueError, RuntimeError) as error:
             status, message = 503 if isinstance(error, RuntimeError) else 400, str(error)
         failure = {"error": {"message": message, "type": "error", "param": None, "code": status}}
-        if response.prepared:
-            await response.write(b"data: %s\n\n" % json.dumps(failure).encode())
-        return response if response.prepared else web.json_response(failure, status=status)
+        if not response.prepared:
+            return web.json_response(failure, status=status)
+        await response.write(b"data: %s\n\n" % json.dumps(failure).encode())
+        return response
 
     async def complete(self, request, response):
-        is_chat = "chat" in request.path
-        field, encode = ("messages", self.chat) if is_chat else ("prompt", self.tokenizer)
+        field = "messages" if "chat" in request.path else "prompt"
         given = FIELDS[field].model_validate_json(await request.read()).model_dump(exclude_none=True)
-        stream, stops, ids = given.get("stream"), given.get("stop", []), given[field]
-        if is_chat or isinstance(ids, str):
-            ids = (await asyncio.to_thread(encode, ids))["input_ids"]
+        is_chat, stream, stops = field == "messages", given.get("stream"), given.get("stop", [])
+        ids = (await asyncio.to_thread(self.encode[field], given[field]))["input_ids"]
         room = self.max_length - len(ids)
         limit = given.get("max_completion_tokens", given.get("max_tokens", room if is_chat else min(room, 16)))
         if not 1 <= limit <= room:
             raise ValueError(f"max_tokens: the prompt's {len(ids)} tokens leave room for {room}, got {limit}")
         sampling = {name: given[name] for name in SAMPLING if name in given}
         handle = self.session.submit(Request(ids, limit, sampling, given.get("seed"), max_time=self.max_seconds))
-        kind = "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
+        text, kind = "", "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
         start = {"id": f"request-{handle.index}", "object": kind, "created": int(time.time()), "model": self.name}
-        text = ""
         async for new, reason, count in self.pieces(handle, [stops] if isinstance(stops, str) else stops):
             text += new
             said = {"content": new if stream else text} | ({} if response.prepared else {"role": "assistant"})
             choice = {"delta" if stream else "message": said} if is_chat else {"text": said["content"]}
             answer = start | {"choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": reason}]}
+            usage = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
             if stream and (new or reason):
                 await response.prepare(request)
                 await response.write(b"data: %s\n\n" % json.dumps(answer).encode())
-        usage = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
         if not stream:
             return web.json_response(answer | {"usage": usage})
         if given.get("stream_options", {}).get("include_usage"):
@@ -106,11 +101,11 @@ class Server:
 
     async def pieces(self, handle, stops):
         """Text in whole characters, without what may begin a stop string; why it ends; the number of tokens."""
-        tokens, shown, read, text, held = [], 0, 0, "", max(map(len, stops), default=1) - 1
+        decode, held = partial(self.tokenizer.decode, skip_special_tokens=True), max(map(len, stops), default=1) - 1
+        tokens, shown, read, text = [], 0, 0, ""
         async for token in handle:
             tokens.append(token)
-            before, now = self.decode(tokens[shown:read]), self.decode(tokens[shown:])
-            # Bytes that never become a character are not held for ever.
+            before, now = decode(tokens[shown:read]), decode(tokens[shown:])
             if not now.endswith("\ufffd") or len(tokens) > read + 64:
                 text, shown, read = text + now[len(before) :], read, len(tokens)
             ends = [text.index(stop) for stop in stops if stop in text]
@@ -122,14 +117,14 @@ class Server:
         done = await handle
         if done.error or done.finish_reason == "cancelled":
             raise (ValueError if done.seed is None else RuntimeError)(done.error or "the server ends")
-        text += self.decode(tokens[shown:])[len(self.decode(tokens[shown:read])) :]
+        text += decode(tokens[shown:])[len(decode(tokens[shown:read])) :]
         yield text, "stop" if done.finish_reason == "eos" else "length", len(tokens)
 
 
 def main(target: str = TARGET, draft: str = DRAFT, port: int = 8000, rows: int = 8, max_length: int = 1024):
     load = partial(AutoModelForCausalLM.from_pretrained, device_map="auto")
-    drafts = {"none": None, "prompt-lookup": PromptLookup()}
-    decoder = SpeculativeDecoder(load(target), drafts[draft] if draft in drafts else load(draft), num_draft_tokens=4)
+    source = PromptLookup() if draft == "prompt-lookup" else None if draft == "none" else load(draft)
+    decoder = SpeculativeDecoder(load(target), source, num_draft_tokens=4)
     with decoder.session(rows, max_length=max_length) as session:
         app = Server(session, AutoTokenizer.from_pretrained(target), target, max_length).app
         options = {"shutdown_timeout": 600.0, "handler_cancellation": True, "print": partial(print, flush=True)}
