@@ -1,7 +1,6 @@
 """Serve OpenAI's chat completions and completions over HTTP, streamed or not. All requests share one session.
 
-python examples/server.py --port 8000
-python examples/server.py --target FOLDER_OR_HUB_ID --draft prompt-lookup --max-length 8192
+python examples/server.py [--target FOLDER_OR_HUB_ID --draft prompt-lookup --max-length 8192]
 curl -N localhost:8000/v1/completions -d '{"prompt": "It was ", "max_tokens": 40, "seed": 1, "stream": true}'
 """
 
@@ -27,9 +26,9 @@ STRING, STRICT = constr(min_length=1), {"extra": "forbid", "strict": True}
 SAMPLING = dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), float)
 SAMPLING |= {"logit_bias": Annotated[dict[int, float], Field(max_length=300)]}
 # The fields that clients may send; a null is no field.
-TYPES = SAMPLING | {"model": str, "user": str, "n": Literal[1], "logprobs": Literal[False], "seed": int, "stream": bool}
+TYPES = {"model": str, "user": str, "seed": int, "max_tokens": int, "max_completion_tokens": int, "stream": bool}
 TYPES |= {"stop": STRING | conlist(STRING, max_length=4), "stream_options": dict[Literal["include_usage"], bool]}
-TYPES |= {"max_tokens": int, "max_completion_tokens": int}
+TYPES |= SAMPLING | {"n": Literal[1], "logprobs": Literal[False]}
 TYPES = {name: (kind | None, None) for name, kind in TYPES.items()}
 TEXTS = {"prompt": STRING, "messages": conlist(dict[Literal["role", "content", "name"], str], min_length=1)}
 FIELDS = {name: create_model(name, __config__=STRICT, **TYPES, **{name: (kind, ...)}) for name, kind in TEXTS.items()}
@@ -60,8 +59,7 @@ class Server:
                     return await asyncio.wait_for(self.complete(request, response), 2 * self.max_seconds)
             status, message = 429, "too many requests wait or run"
         except ValidationError as error:
-            status, first = 400, error.errors()[0]
-            message = f"{[*first['loc'], 'body'][0]}: {first['msg']}"
+            status, message = 400, f"{[*(first := error.errors()[0])['loc'], 'body'][0]}: {first['msg']}"
         except (TemplateError, TypeError, ValueError, RuntimeError) as error:
             status, message = 503 if isinstance(error, RuntimeError) else 400, str(error)
         failure = {"error": {"message": message, "type": "error", "param": None, "code": status}}
@@ -75,11 +73,10 @@ class Server:
         given = FIELDS[field].model_validate_json(await request.read()).model_dump(exclude_none=True)
         is_chat, stream, stops = field == "messages", given.get("stream"), given.get("stop", [])
         ids = (await asyncio.to_thread(self.encode[field], given[field]))["input_ids"]
-        room = self.max_length - len(ids)
+        room, sampling = self.max_length - len(ids), {name: given[name] for name in SAMPLING if name in given}
         limit = given.get("max_completion_tokens", given.get("max_tokens", room if is_chat else min(room, 16)))
         if not 1 <= limit <= room:
             raise ValueError(f"max_tokens: the prompt's {len(ids)} tokens leave room for {room}, got {limit}")
-        sampling = {name: given[name] for name in SAMPLING if name in given}
         handle = self.session.submit(Request(ids, limit, sampling, given.get("seed"), max_time=self.max_seconds))
         text, kind = "", "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
         start = {"id": f"request-{handle.index}", "object": kind, "created": int(time.time()), "model": self.name}
@@ -101,8 +98,8 @@ class Server:
 
     async def pieces(self, handle, stops):
         """Text in whole characters, without what may begin a stop string; why it ends; the number of tokens."""
-        decode, held = partial(self.tokenizer.decode, skip_special_tokens=True), max(map(len, stops), default=1) - 1
-        tokens, shown, read, text = [], 0, 0, ""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokens, shown, read, text, held = [], 0, 0, "", max(map(len, stops), default=1) - 1
         async for token in handle:
             tokens.append(token)
             before, now = decode(tokens[shown:read]), decode(tokens[shown:])
@@ -124,11 +121,9 @@ class Server:
 def main(target: str = TARGET, draft: str = DRAFT, port: int = 8000, rows: int = 8, max_length: int = 1024):
     load = partial(AutoModelForCausalLM.from_pretrained, device_map="auto")
     source = PromptLookup() if draft == "prompt-lookup" else None if draft == "none" else load(draft)
-    decoder = SpeculativeDecoder(load(target), source, num_draft_tokens=4)
-    with decoder.session(rows, max_length=max_length) as session:
+    with SpeculativeDecoder(load(target), source, num_draft_tokens=4).session(rows, max_length=max_length) as session:
         app = Server(session, AutoTokenizer.from_pretrained(target), target, max_length).app
-        options = {"shutdown_timeout": 600.0, "handler_cancellation": True, "print": partial(print, flush=True)}
-        web.run_app(app, host="127.0.0.1", port=port, **options)
+        web.run_app(app, host="127.0.0.1", port=port, shutdown_timeout=600.0, handler_cancellation=True)
 
 
 if __name__ == "__main__":
