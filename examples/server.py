@@ -23,22 +23,21 @@ from torch_specops.drafts import PromptLookup
 
 TARGET, DRAFT = (str(files("torch_specops") / "data" / "austen_bytes" / name) for name in ("target", "draft"))
 STRING, STRICT = constr(min_length=1), {"extra": "forbid", "strict": True}
-SAMPLING = dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), float)
-SAMPLING |= {"logit_bias": Annotated[dict[int, float], Field(max_length=300)]}
-# The fields that clients may send; a null is no field.
-TYPES = {"model": str, "user": str, "seed": int, "max_tokens": int, "max_completion_tokens": int, "stream": bool}
-TYPES |= {"stop": STRING | conlist(STRING, max_length=4), "stream_options": dict[Literal["include_usage"], bool]}
-TYPES |= SAMPLING | {"n": Literal[1], "logprobs": Literal[False]}
-TYPES = {name: (kind | None, None) for name, kind in TYPES.items()}
+SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
+ALLOWED = dict.fromkeys(SAMPLING, float) | {"logit_bias": Annotated[dict[int, float], Field(max_length=300)]}
+ALLOWED |= {"model": str, "user": str, "seed": int, "max_tokens": int, "max_completion_tokens": int, "stream": bool}
+ALLOWED |= {"stop": STRING | conlist(STRING, max_length=4), "stream_options": dict[Literal["include_usage"], bool]}
+ALLOWED |= {"n": Literal[1], "logprobs": Literal[False]}
+ALLOWED = {name: (kind | None, None) for name, kind in ALLOWED.items()}
 TEXTS = {"prompt": STRING, "messages": conlist(dict[Literal["role", "content", "name"], str], min_length=1)}
-FIELDS = {name: create_model(name, __config__=STRICT, **TYPES, **{name: (kind, ...)}) for name, kind in TEXTS.items()}
+FIELDS = {name: create_model(name, __config__=STRICT, **ALLOWED, **{name: (kind, ...)}) for name, kind in TEXTS.items()}
 
 
 class Server:
     def __init__(self, session, tokenizer, name, max_length, max_requests=128, max_seconds=300.0):
-        self.session, self.tokenizer, self.name, self.max_length = session, tokenizer, name, max_length
-        chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
-        self.encode, self.max_seconds = {"prompt": tokenizer, "messages": chat}, max_seconds
+        self.session, self.name, self.max_length, self.max_seconds = session, name, max_length, max_seconds
+        self.ids = {"prompt": tokenizer, "messages": partial(tokenizer.apply_chat_template, add_generation_prompt=True)}
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.places, self.steps = asyncio.Semaphore(max_requests), threading.Thread(target=session.run)
         # A prompt that fits has few bytes for each token.
         self.app = web.Application(client_max_size=2**12 + 2**6 * max_length)
@@ -58,6 +57,8 @@ class Server:
                 async with self.places:
                     return await asyncio.wait_for(self.complete(request, response), 2 * self.max_seconds)
             status, message = 429, "too many requests wait or run"
+        except ConnectionError:
+            return response
         except ValidationError as error:
             status, message = 400, f"{[*(first := error.errors()[0])['loc'], 'body'][0]}: {first['msg']}"
         except (TemplateError, TypeError, ValueError, RuntimeError) as error:
@@ -72,7 +73,7 @@ class Server:
         field = "messages" if "chat" in request.path else "prompt"
         given = FIELDS[field].model_validate_json(await request.read()).model_dump(exclude_none=True)
         is_chat, stream, stops = field == "messages", given.get("stream"), given.get("stop", [])
-        ids = (await asyncio.to_thread(self.encode[field], given[field]))["input_ids"]
+        ids = (await asyncio.to_thread(self.ids[field], given[field]))["input_ids"]
         room, sampling = self.max_length - len(ids), {name: given[name] for name in SAMPLING if name in given}
         limit = given.get("max_completion_tokens", given.get("max_tokens", room if is_chat else min(room, 16)))
         if not 1 <= limit <= room:
@@ -98,11 +99,10 @@ class Server:
 
     async def pieces(self, handle, stops):
         """Text in whole characters, without what may begin a stop string; why it ends; the number of tokens."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         tokens, shown, read, text, held = [], 0, 0, "", max(map(len, stops), default=1) - 1
         async for token in handle:
             tokens.append(token)
-            before, now = decode(tokens[shown:read]), decode(tokens[shown:])
+            before, now = self.decode(tokens[shown:read]), self.decode(tokens[shown:])
             if not now.endswith("\ufffd") or len(tokens) > read + 64:
                 text, shown, read = text + now[len(before) :], read, len(tokens)
             ends = [text.index(stop) for stop in stops if stop in text]
@@ -114,7 +114,7 @@ class Server:
         done = await handle
         if done.error or done.finish_reason == "cancelled":
             raise (ValueError if done.seed is None else RuntimeError)(done.error or "the server ends")
-        text += decode(tokens[shown:])[len(decode(tokens[shown:read])) :]
+        text += self.decode(tokens[shown:])[len(self.decode(tokens[shown:read])) :]
         yield text, "stop" if done.finish_reason == "eos" else "length", len(tokens)
 
 
