@@ -20,7 +20,7 @@ from torch_specops import Completion, Request, Session, SpeculativeDecoder
 from torch_specops.decode import Handle
 from torch_specops.drafts import PromptLookup
 
-WAIT = 30.0
+WAIT = 5.0
 LONG = Request([5, 6, 7], 60, seed=[3], eos_token_id=())
 
 
@@ -36,6 +36,10 @@ def session() -> Iterator[Session]:
 
 async def tokens_of(handle: Handle) -> list[int]:
     return [token async for token in handle]
+
+
+async def soon(awaitable: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaitable, WAIT)
 
 
 async def started(*awaitables: Awaitable[Any]) -> list[asyncio.Future[Any]]:
@@ -189,6 +193,27 @@ def test_who_leaves_frees_the_request_and_its_row(session: Session, waits: bool,
     assert after.result(0).new_tokens.tolist() == texts_alone(decoder(), [LONG])[0]
 
 
+def test_a_task_may_be_cancelled_after_it_was_woken(session: Session) -> None:
+    """Before it has run: the future that it waits for is cancelled when the wake-up comes."""
+
+    async def leave() -> Handle:
+        errors: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        handle = session.submit(LONG)
+        (task,) = await started(tokens_of(handle))
+        session.step()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert errors == []
+        return handle
+
+    handle = asyncio.run(leave())
+    session.step()
+    assert handle.result(0).finish_reason == "cancelled"
+
+
 def test_a_shield_keeps_the_request(session: Session) -> None:
     async def leave() -> Completion:
         handle = session.submit(LONG)
@@ -216,7 +241,7 @@ def test_a_loop_may_be_closed_before_the_request_ends(session: Session) -> None:
         loops.append(task)
     assert len(handle._futures) == 2
     with ThreadPoolExecutor(1) as pool:
-        thread = pool.submit(asyncio.run, tokens_of(handle))
+        thread = pool.submit(asyncio.run, soon(tokens_of(handle)))
         while len(handle._futures) < 3:
             pass
         while not handle.done:
