@@ -20,7 +20,7 @@ from torch_specops import Completion, Request, Session, SpeculativeDecoder
 from torch_specops.decode import Handle
 from torch_specops.drafts import PromptLookup
 
-WAIT = 5.0
+WAIT = 20.0
 LONG = Request([5, 6, 7], 60, seed=[3], eos_token_id=())
 
 
