@@ -77,7 +77,7 @@ class Server:
         room, sampling = self.max_length - len(ids), {name: given[name] for name in SAMPLING if name in given}
         limit = given.get("max_completion_tokens", given.get("max_tokens", room if is_chat else min(room, 16)))
         if not 1 <= limit <= room:
-            raise ValueError(f"max_tokens: the prompt's {len(ids)} tokens leave room for {room}, got {limit}")
+            raise ValueError(f"max_tokens, max_completion_tokens: got {limit}, a prompt of {len(ids)} leaves {room}")
         handle = self.session.submit(Request(ids, limit, sampling, given.get("seed"), max_time=self.max_seconds))
         text, kind = "", "chat.completion" + ".chunk" * bool(stream) if is_chat else "text_completion"
         start = {"id": f"request-{handle.index}", "object": kind, "created": int(time.time()), "model": self.name}

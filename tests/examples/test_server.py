@@ -74,6 +74,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("max_tokens", {"prompt": "It ", "max_tokens": value}) for value in (5000, 0, "7", 1.5, True)),
     ("max_tokens", {"prompt": "It ", "max_tokens": 5000, "stream": True}),
     ("max_tokens", {"prompt": "It " * 1000}),
+    ("max_completion_tokens", {"messages": CHAT, "max_completion_tokens": 0}),
     ("temperature", {"prompt": "It ", "temperature": -1.0}),
     ("temperature", {"prompt": "It ", "temperature": -1.0, "stream": True}),
     ("top_p", {"prompt": "It ", "top_p": "most"}),
