@@ -133,6 +133,21 @@ def test_many() -> None:
 
 
 @pytest.mark.slow
+def test_serving_runs_and_reports(tmp_path: Path) -> None:
+    """Both ways get texts of the same lengths, so HTTP is compared on the same work."""
+    pytest.importorskip("aiohttp")
+    out = tmp_path / "out.json"
+    size = ["--requests", "4", "--rows", "2", "--longest", "16", "--rounds", "1", "--clients", "1", "3"]
+    records = script("bench_serving").main([*size, "--out", str(out)])
+    assert json.loads(out.read_text())["records"] == records
+    assert [(each["clients"], each["way"]) for each in records] == [
+        (clients, way) for clients in (1, 3) for way in ("http", "session")
+    ]
+    for record in records:
+        assert record["same_lengths"] and record["new_tokens"] > 20 and record["first_token_median_ms"] > 0
+
+
+@pytest.mark.slow
 def test_schedule() -> None:
     """A draft that is always wrong gets few drafts, and no text changes."""
     options = ["bytes", "--rounds", "1", "--new-tokens", "24", "--constants", "3"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCAB, PairModel, random_table, shared_tiny
-from tiny_requests import texts_alone
+from tiny_requests import in_order, texts_alone
 from tokenizers import Tokenizer, models
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
@@ -48,14 +48,25 @@ SAMPLING: dict[str, list[tuple[Any, str | None]]] = {
     ],
 }
 FIELDS: dict[str, list[tuple[Any, str | None]]] = {
-    "input_ids": [([5] * 30, None), ([2**70], "input_ids: expected"), ([5] * 4000, "max_new_tokens: expected prompt")],
+    "input_ids": [
+        ([5] * 30, None),
+        ([2**70], "input_ids: expected"),
+        ([5] * 4000, "max_new_tokens: expected prompt and new tokens within max_length"),
+    ],
     "max_new_tokens": [
         (HUGE, "max_new_tokens: expected a number <= 2147483647"),
         (2**62, "max_new_tokens: expected"),
         (10**400, "max_new_tokens: expected"),
         (2**31 - 1, "max_new_tokens: expected prompt and new tokens within max_length"),
     ],
-    "sampling": [],
+    "sampling": [
+        ({"temperature": 0.0, "top_k": 3}, None),
+        ({"temperature": -1.0}, "temperature: expected 0 (greedy) or"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias, bad_words: expected tokens in"),
+        ({"heat": 1.0}, "SamplingParams.__init__() got an unexpected keyword argument 'heat'"),
+        ({3: 1.0}, ""),
+        ([1.0], "sampling: expected SamplingParams, got"),
+    ],
     "seed": [(2**63 - 1, None), (10**400, "seed: expected a 64-bit number"), (math.nan, "seed: expected an int")],
     "eos_token_id": [(list(range(VOCAB)) * 50, None), ([2**70], "eos_token_id: expected"), ([3, -1], "eos_token_id: ")],
     "stop_strings": [(["w5" * 5000, *(f"w{n} w5" for n in range(1000))], None), ([3], "stop_strings: expected")],
@@ -148,6 +159,23 @@ def test_requests_after_an_odd_one_cost_what_they_cost_before() -> None:
         elif steps > 7 or (after, found[-1]) != (before, first):
             wrong.append((error, steps, after / before))
     assert wrong == []
+
+
+def test_a_request_that_is_refused_does_not_end_the_others() -> None:
+    """Nor do the numbers that it asks for choose their buffers."""
+    odd = [
+        {name: value}
+        for name, values in FIELDS.items()
+        for value, error in values
+        if error and "max_length" not in error
+    ]
+    odd.remove({"tokenizer": 3})
+    odd += [{"max_new_tokens": math.inf}, {"max_new_tokens": -HUGE}]
+    given = [NORMAL, *(Request(**{"input_ids": [5], "max_new_tokens": 2, **fields}) for fields in odd), NORMAL]
+    (expected,) = texts_alone(decoder(), [NORMAL])
+    found = in_order(decoder().generate_many(given, batch_size=2))
+    assert [found[place].new_tokens.tolist() for place in (0, -1)] == [expected, expected]
+    assert [found[place + 1] for place in range(len(odd)) if found[place + 1].error is None] == []
 
 
 def test_an_odd_request_beside_others_costs_no_more_than_its_size() -> None:

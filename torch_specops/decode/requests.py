@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,8 @@ class Request:
     Args:
         input_ids: [P] int64, a tensor, an array of numpy or a list, P >= 1, without padding.
         max_new_tokens: the most tokens to emit, >= 0.
-        sampling: None = the decoder's.
+        sampling: None = the decoder's. A mapping has fields of `SamplingParams`, which are checked when the request is
+            submitted: a wrong field is this request's error.
         seed: an int, from which the row's seed is made as for the first row of `generate`; or the row's own seed, as a
             list or tensor of one. None draws an int when the request is submitted.
         eos_token_id: a token or several; () = none; None = as in the target's generation config.
@@ -57,7 +59,7 @@ class Request:
 
     input_ids: Tensor | Sequence[int]
     max_new_tokens: int = 128
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | Mapping[str, Any] | None = None
     seed: Seed = None
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
@@ -124,8 +126,14 @@ class Completion:
 class Handle:
     """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
 
+    Tasks of asyncio may use it too, in any event loop. `async for token in handle` gives what `tokens` gives, and
+    `await handle` what `result` gives. Who leaves cancels the request: a loop that ends early (a break, an exception,
+    `aclose`), and a task that is cancelled or runs out of time while it waits. `asyncio.shield(handle)` keeps the
+    request.
+
     Attributes:
-        index: the request's place in the order of submission. The other attributes, `add` and `end` are the session's.
+        index: the request's place in the order of submission. The other attributes, `add`, `end` and `wake` are the
+            session's.
 
     Examples:
         >>> import transformers, torch_specops
@@ -138,6 +146,15 @@ class Handle:
         ...     _ = session.step()
         >>> len(handle.result().new_tokens)
         8
+        >>> import asyncio, threading
+        >>> async def both():
+        ...     first, second = (session.submit(torch_specops.Request([5, 6], max_new_tokens=n)) for n in (3, 4))
+        ...     return [token async for token in first], await second
+        >>> threading.Thread(target=session.run).start()
+        >>> tokens, completion = asyncio.run(both())
+        >>> len(tokens), len(completion.new_tokens)
+        (3, 4)
+        >>> session.close()
     """
 
     def __init__(
@@ -155,6 +172,8 @@ class Handle:
         self.completion: Completion | None = None
         self._cancel = cancel
         self._changed = threading.Condition()
+        # What tasks wait for, and how many new tokens each of them has; inf = it waits for the end.
+        self._futures: dict[asyncio.Future[None], float] = {}
 
     @property
     def done(self) -> bool:
@@ -194,6 +213,43 @@ class Handle:
             raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
         return self.completion
 
+    async def __aiter__(self) -> AsyncIterator[int]:
+        place = 0
+        try:
+            while True:
+                await self._until(place)
+                new = self.new_tokens[place:]
+                if not new:
+                    return
+                for token in new:
+                    yield token
+                place += len(new)
+        finally:
+            if not self.done:
+                self.cancel()
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        try:
+            yield from self._until(math.inf).__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        assert self.completion is not None
+        return self.completion
+
+    async def _until(self, place: float) -> None:
+        """Wait in a task until there are more new tokens than `place`, or the request has ended."""
+        future = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if self.done or len(self.new_tokens) > place:
+                return
+            self._futures[future] = place
+        try:
+            await future
+        finally:
+            with self._changed:
+                self._futures.pop(future, None)
+
     def cancel(self) -> None:
         """End the request before the next step, with the tokens so far; at once if it waits for a row."""
         self._cancel(self)
@@ -201,7 +257,7 @@ class Handle:
     def add(self, tokens: Sequence[int]) -> None:
         with self._changed:
             self.new_tokens += tokens
-            self._changed.notify_all()
+        self.wake()
 
     def free_inputs(self) -> None:
         # A handle may outlive its request by long.
@@ -212,7 +268,24 @@ class Handle:
         self.free_inputs()
         with self._changed:
             self.completion = completion
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the threads and tasks that wait look at what has come."""
+        with self._changed:
             self._changed.notify_all()
+            for future, place in list(self._futures.items()):
+                if self.done or len(self.new_tokens) > place:
+                    # A closed loop raises, and has no tasks that go on.
+                    with suppress(RuntimeError):
+                        future.get_loop().call_soon_threadsafe(_set, future)
+                    del self._futures[future]
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    # Its task may have been cancelled in the meantime.
+    if not future.done():
+        future.set_result(None)
 
 
 def read_request(
@@ -228,6 +301,8 @@ def read_request(
         TypeError, ValueError: a wrong field, by name.
     """
     fields = dict(vars(request))
+    if isinstance(request.sampling, Mapping):
+        fields["sampling"] = SamplingParams(**request.sampling)
     max_time, inputs = fields.pop("max_time"), request.inputs
     if max_time is not None:
         checks.check_number("max_time", max_time)
@@ -250,7 +325,8 @@ def largest(requests: Collection[Any]) -> tuple[int, int]:
     longest = total = 0
     for request in requests:
         given = request if isinstance(request, Request) else Request(request)
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             length, new = len(given.input_ids), int(given.max_new_tokens)
+            checks.check_int("max_new_tokens", new, 0, 2**31 - 1)
             longest, total = max(longest, length + new), total + new
     return longest, total

@@ -347,6 +347,8 @@ class Session:
         """Complete a request that is not complete, and free its row."""
         with self._changed:
             if handle.done:
+                # An interrupt may have come before anybody heard of it.
+                handle.wake()
                 return
             row = self._rows.index(handle) if handle in self._rows else None
             new = torch.tensor(handle.new_tokens, dtype=torch.int64, device="cpu")
