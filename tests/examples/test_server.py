@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import random
-import re
 import runpy
 import signal
 import socket
@@ -334,14 +333,6 @@ def test_the_client_of_openai(serve: Any, decoder: SpeculativeDecoder, tokenizer
         assert text == expected
         with pytest.raises(openai.BadRequestError, match="top_p"):
             client.completions.create(prompt="It ", top_p=7.0, **settings)
-
-
-def test_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (EXAMPLE.parents[1] / "docs" / "serving.md").read_text()
-    found = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    exec(found[1], {})
-    assert capsys.readouterr().out == found[2]
 
 
 # asyncio does not close a connection that comes while the server stops listening.
