@@ -175,6 +175,9 @@ class Handle:
         # What tasks wait for, and how many new tokens each of them has; inf = it waits for the end.
         self._futures: dict[asyncio.Future[None], float] = {}
 
+    def __repr__(self) -> str:
+        return shortened("Handle", index=self.index, num_new_tokens=len(self.new_tokens), completion=self.completion)
+
     @property
     def done(self) -> bool:
         """True once the request has ended."""
