@@ -1,0 +1,102 @@
+"""What a schedule is told of the steps, and what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["NextStep", "PastStep", "Schedule", "buckets_up_to"]
+
+# Each value needs a compiled graph of its own, so there are few, and they are dense where one draft matters most.
+BUCKETS = (1, 2, 3, 5, 8, 12, 20)
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What a schedule is told of a step to come. Lists have an entry for each text that goes on.
+
+    Args:
+        texts: what tells the texts apart; a text has the same in all of its steps.
+        rooms: the most drafts that each can use.
+        left: tokens to its limit.
+        num_rows: B of the batch, with the rows that have ended.
+        is_fixed: True = a compiled step: all rows get the largest number that is planned, rounded to a bucket.
+        is_refilled: True = rows that end get new texts, so that no text waits for another.
+        looks_up: True = drafts cost no forward.
+        asks_again: True = all drafts that are planned are looked up, and the step is planned again when they are known.
+        offered: how many drafts were found for each text; None = they are not known yet.
+        matches: how many tokens at the end of each text led to its drafts (`Draft.matches`); None = not known.
+    """
+
+    texts: Sequence[int]
+    rooms: Sequence[int]
+    left: Sequence[int]
+    num_rows: int
+    is_fixed: bool = False
+    is_refilled: bool = False
+    looks_up: bool = False
+    asks_again: bool = False
+    offered: Sequence[int] | None = None
+    matches: Sequence[int] | None = None
+
+    def at_most(self, count: int) -> list[int]:
+        """So many drafts of each text, as far as it has room for them and they were offered."""
+        limits = self.rooms if self.offered is None else map(min, self.rooms, self.offered)
+        return [min(count, limit) for limit in limits]
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """What became of a step. Lists have an entry for each text that it had.
+
+    Args:
+        planned: what the schedule was told last.
+        num_draft_tokens: the most drafts of a row that were proposed.
+        proposed: drafts of each text that were verified; empty = a compiled step was timed, and no text had it.
+        accepted: how many of these were accepted.
+        known: how many of the drafts that were looked up the new tokens tell to be right or wrong, whether they were
+            verified or not; None = drafts are not judged so.
+        right: how many of these were right, up to the first wrong one.
+        seconds: of reading and verifying; None = not measured.
+        draft_seconds: of proposing, if it is no part of `seconds`.
+    """
+
+    planned: NextStep
+    proposed: Sequence[int]
+    accepted: Sequence[int]
+    num_draft_tokens: int = 0
+    known: Sequence[int] | None = None
+    right: Sequence[int] | None = None
+    seconds: float | None = None
+    draft_seconds: float = 0.0
+
+
+class Schedule(ABC):
+    """Chooses the number of drafts of each text, for each step of a batch.
+
+    Attributes:
+        buckets: the values of K that compiled steps have, ascending, each with a graph of its own. For another value, a
+            compiled step has the largest bucket below it, or the smallest one. No value exceeds the largest.
+    """
+
+    buckets: tuple[int, ...]
+
+    @abstractmethod
+    def plan(self, step: NextStep) -> Sequence[int]:
+        """The number of drafts of each text, at most its room and what was offered.
+
+        For drafts that are sampled, it may depend on earlier steps alone, never on the drafts of this one.
+        """
+
+    @abstractmethod
+    def learn(self, step: PastStep) -> None:
+        """Called once per step. A loop that never waits reports each step late by one."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Called when a batch begins."""
+
+
+def buckets_up_to(maximum: int) -> tuple[int, ...]:
+    return (*(bucket for bucket in BUCKETS if bucket < maximum), maximum)
