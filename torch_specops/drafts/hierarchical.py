@@ -130,41 +130,34 @@ class HierarchicalDraft(ModelDraft):
         # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
         # read the last of the former.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
-        # Two for each position: for its acceptance test, and for the next token of a forward that ends there.
-        numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
-        draws = None if sampling.coupled else torch.stack(tuple(numbers), 1).view(batch, -1, 2)
-        text = pad(tokens, (0, room))
         # A row that has K drafts goes on, and writes after them.
-        drafts = tokens.new_full((batch, room), -1)
+        text, drafts = pad(tokens, (0, room)), tokens.new_full((batch, room), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
         # Read two tokens at first: after a step whose drafts were all accepted, the last draft was never read.
         num_unread = 2
         has_own_seeds = not (self.inner.deterministic or sampling.coupled)
         of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards
+        # Two for each position: for its acceptance test, and for the next token of a forward that ends there.
+        numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
+        pairs = None if sampling.coupled else torch.stack(tuple(numbers), 1).unflatten(1, (-1, 2))
         for own_seeds in of_forwards:
             inner, rows = self._read(text, lengths + count, num_unread, sampling, own_seeds)
             num_unread = 1
-            offsets = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
+            places = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
             filters = {"temperature": sampling.temperature, **sampling.filters}
-            if draws is None:
+            if pairs is None:
                 output, num_accepted = verify_gumbel(rows, inner.tokens, seeds, lengths + count, **filters)
             else:
-                own = offsets.clamp(max=num_draft_tokens - 1)
+                accept, sample = _at_places(pairs, places)
                 output, num_accepted = verify_exact(
-                    rows,
-                    inner.tokens,
-                    inner.logits,
-                    draws[..., 0].gather(1, own[:, :-1]).contiguous(),
-                    draws[..., 1].gather(1, own[:, :1]).squeeze(1),
-                    draft_lse=inner.lse,
-                    **filters,
+                    rows, inner.tokens, inner.logits, accept, sample, draft_lse=inner.lse, **filters
                 )
                 logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
-                logits = logits.scatter(1, offsets.unsqueeze(2).expand_as(rows), rows)
+                logits = logits.scatter(1, places.unsqueeze(2).expand_as(rows), rows)
             # After the next token comes -1, until a later forward writes there.
-            drafts = drafts.scatter(1, offsets, output)
-            text = text.scatter(1, lengths.unsqueeze(1) + offsets, output.clamp(min=0))
+            drafts = drafts.scatter(1, places, output)
+            text = text.scatter(1, lengths.unsqueeze(1) + places, output.clamp(min=0))
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
             # Only on a CPU is this check free.
             if is_eager_cpu(count) and bool((count == num_draft_tokens).all()):
@@ -193,3 +186,11 @@ class HierarchicalDraft(ModelDraft):
     def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
         """[B, F] int64, the seeds of an inner source that samples, in each forward."""
         return inner_seeds(seeds, lengths, self.num_forwards)
+
+
+def _at_places(pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the two numbers [B, K, 2] of each draft, what `verify_exact` takes for drafts and next token at `places`
+    [B, w + 1]: [B, w] and [B]. Behind K drafts nothing counts."""
+    places = places.clamp(max=pairs.shape[1] - 1)
+    accept, sample = pairs[..., 0].gather(1, places[:, :-1]), pairs[..., 1].gather(1, places[:, :1])
+    return accept.contiguous(), sample.squeeze(1)
