@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torch_specops import SamplingParams
-from torch_specops.drafts.token_map import TokenMap, twin_tokens
+from torch_specops.drafts.token_map import TokenMap, match_vocabularies
 from torch_specops.hf import language_model
 
 
@@ -88,8 +88,8 @@ def test_maps_that_cannot_be() -> None:
 
 
 def test_twins_have_the_same_text() -> None:
-    assert twin_tokens({"a": 0, "b": 1, "c": 2}, {"c": 0, "a": 7}).tolist() == [7, -1, 0]
-    assert twin_tokens({"a": 2, "b": 0}, {"a": 1}).tolist() == [-1, -1, 1]
-    assert twin_tokens({"a": 0}, {"a": 3}, 4).tolist() == [3, -1, -1, -1]
+    assert match_vocabularies({"a": 0, "b": 1, "c": 2}, {"c": 0, "a": 7}).tolist() == [7, -1, 0]
+    assert match_vocabularies({"a": 2, "b": 0}, {"a": 1}).tolist() == [-1, -1, 1]
+    assert match_vocabularies({"a": 0}, {"a": 3}, 4).tolist() == [3, -1, -1, -1]
     with pytest.raises(ValueError, match=r"target_vocab: expected tokens in \[0, 2\), got 2"):
-        twin_tokens({"a": 2}, {"a": 0}, vocab_size=2)
+        match_vocabularies({"a": 2}, {"a": 0}, vocab_size=2)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from torch_specops.drafts import Draft, DraftSource, EarlyExit, HierarchicalDraft, PromptLookup
-from torch_specops.hf.processors import _Called
+from torch_specops.hf.processors import _HostProcessors
 from torch_specops.sampling import SamplingTensors
 from torch_specops.testing import chi_square
 
@@ -358,8 +358,10 @@ def test_processors_that_are_called_keep_the_law(report: Report, monkeypatch: py
 
     expected = joint_law(next_law)
     expect_laws(report, "processors called as they are", {"text": p_value()})
-    right = _Called.__call__
+    right = _HostProcessors.__call__
     monkeypatch.setattr(
-        _Called, "__call__", lambda self, logits, text, lengths: right(self, logits, text, 0 * lengths + lengths[:, :1])
+        _HostProcessors,
+        "__call__",
+        lambda self, logits, text, lengths: right(self, logits, text, 0 * lengths + lengths[:, :1]),
     )
     expect_caught(report, "processors called without the drafts", {"text": p_value()})

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.hf import language_model, models
-from torch_specops.ops.attention import SPANS_PAY, attend
+from torch_specops.ops.attention import MIN_SPAN_CAPACITY, attend
 
 CASE = AttentionCase(3, 4, 2, 3, 40, 16)
 GREEDY = SamplingParams(temperature=0.0)
@@ -99,12 +99,12 @@ def test_a_compiled_step_attends_to_spans_of_a_long_cache(fresh_dynamo: None, mo
     prompts = torch.randint(3, 50, (2, 5), generator=torch.Generator().manual_seed(1))
     model = tiny("llama").float()
     expected = SpeculativeDecoder(model, sampling=GREEDY, compile=False).generate(prompts, max_new_tokens=6)
-    for capacity, use_spans in ((SPANS_PAY, True), (SPANS_PAY, False), (64, True)):
+    for capacity, use_spans in ((MIN_SPAN_CAPACITY, True), (MIN_SPAN_CAPACITY, False), (64, True)):
         target = language_model(model)
         target.max_length, target.use_spans = None, use_spans
         loop = SpeculativeDecoder(target, sampling=GREEDY, compile=True, max_length=capacity)
         called.clear()
         output = loop.generate(prompts, max_new_tokens=6)
         attends = any("specops.attend" in name for name in called)
-        assert attends == (use_spans and capacity >= SPANS_PAY)
+        assert attends == (use_spans and capacity >= MIN_SPAN_CAPACITY)
         assert torch.equal(output.sequences, expected.sequences)

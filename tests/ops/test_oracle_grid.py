@@ -45,7 +45,7 @@ def test_rows_that_are_read_one_at_a_time_give_the_same(monkeypatch: pytest.Monk
     """As those of a large vocabulary are in an eager call, and by the filters."""
     cases = list(sample_inputs("verify_exact", vocab_sizes=[17]))
     together = [torch_specops.verify_exact(**case.args) for case in cases]
-    monkeypatch.setattr(eager_rows, "READ", 1)
+    monkeypatch.setattr(eager_rows, "CACHED_LOGITS", 1)
     monkeypatch.setattr(filters, "SHORT_ROW", 0)
     for case, expected in zip(cases, together, strict=True):
         found = torch_specops.verify_exact(**case.args)

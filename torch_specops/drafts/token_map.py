@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .base import LanguageModel, as_language_model
 
-__all__ = ["TokenMap", "twin_tokens"]
+__all__ = ["TokenMap", "match_vocabularies"]
 
 # Tokens have no part in these.
 PASSED_ON = (
@@ -29,7 +29,7 @@ class TokenMap:
 
     Args:
         model: the draft model, of transformers or a `LanguageModel`.
-        draft_of_target: [V_target] int64, each target token's twin in [0, V_draft), or -1; see `twin_tokens`.
+        draft_of_target: [V_target] int64, each target token's twin in [0, V_draft), or -1; see `match_vocabularies`.
         unknown: the token that the model reads for a target token without a twin, in [0, V_draft).
 
     Raises:
@@ -39,8 +39,8 @@ class TokenMap:
 
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> from torch_specops.drafts.token_map import TokenMap, twin_tokens
-        >>> twins = twin_tokens({"a": 0, "b": 1, "c": 2}, {"b": 0, "a": 1})
+        >>> from torch_specops.drafts.token_map import TokenMap, match_vocabularies
+        >>> twins = match_vocabularies({"a": 0, "b": 1, "c": 2}, {"b": 0, "a": 1})
         >>> twins
         tensor([ 1,  0, -1])
         >>> config = transformers.GPT2Config(vocab_size=2, n_embd=32, n_layer=1, n_head=4, eos_token_id=None)
@@ -103,7 +103,7 @@ class TokenMap:
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
 
 
-def twin_tokens(
+def match_vocabularies(
     target_vocab: Mapping[str, int], draft_vocab: Mapping[str, int], vocab_size: int | None = None
 ) -> Tensor:
     """For each target token, the draft's token with the same text.

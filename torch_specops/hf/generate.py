@@ -168,7 +168,7 @@ def custom_generate(
         "compile": compile,
     }
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
-    kept = _kept_decoder(model, draft_model, eager, choices)
+    kept = _cached_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
     inputs, prompts, copies = image_inputs or None, input_ids, 1
     if image_inputs:
@@ -194,7 +194,7 @@ def custom_generate(
     output = kept.decoder.run(prompts, arguments, token_streamer, stops.row_rules, batch_rules, predictions)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
-        _kept[model] = kept
+        _decoders[model] = kept
     new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
     sequences = torch.cat([input_ids, pad_sequence(new, True, pad_token_id)], 1)
     if not generation_config.return_dict_in_generate:
@@ -207,7 +207,7 @@ def custom_generate(
 hand_on_arguments(GenerationMixin, custom_generate)
 
 
-class _Kept(NamedTuple):
+class _CachedDecoder(NamedTuple):
     """A decoder, the settings it was made for, and the copy of the model that it reads."""
 
     made_for: tuple[Any, ...]
@@ -216,12 +216,12 @@ class _Kept(NamedTuple):
 
 
 # The compiled decoder of each model. It reads a copy of the model, so that an entry does not keep its own key alive.
-_kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+_decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionary()
 
 
-def _kept_decoder(
+def _cached_decoder(
     model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
-) -> _Kept:
+) -> _CachedDecoder:
     # A name stands for the model itself, because an entry must not keep its own key alive, and for drafts that
     # are made anew for every call.
     draft: Any = "itself" if draft_model is model else draft_model
@@ -231,16 +231,17 @@ def _kept_decoder(
         draft = type(draft_model), draft_model.head
     # A graph of another device or dtype cannot be used again.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
-    kept = _kept.get(model)
+    kept = _decoders.get(model)
     # Taken out while it is in use: a call from another thread makes its own.
-    if kept is not None and kept.made_for == made_for and _kept.pop(model, None) is kept:
+    if kept is not None and kept.made_for == made_for and _decoders.pop(model, None) is kept:
         kept.shadow.of(model)
         return kept
     shadow = ShadowModel()
     own = shadow.of(model)
     target = language_model(own)
     target.eager_because = not_compiled
-    return _Kept(made_for, shadow, SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices))
+    decoder = SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices)
+    return _CachedDecoder(made_for, shadow, decoder)
 
 
 # The network of each model's MTP layers or DFlash drafter, and what it was made for.

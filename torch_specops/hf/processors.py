@@ -80,7 +80,7 @@ class ProcessorSampling(SamplingParams):
     def tensors(self, batch: int, device: torch.device | str = "cpu", **prompts: Any) -> SamplingTensors:
         tensors = super().tensors(batch, device, **prompts)
         if self.called:
-            return replace(tensors, processors=_Called(self, prompts["prompt_lengths"], prompts["eos"]))
+            return replace(tensors, processors=_HostProcessors(self, prompts["prompt_lengths"], prompts["eos"]))
         processors = tensors.processors
         if not isinstance(processors, Processors):
             return tensors
@@ -209,7 +209,7 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
     return None
 
 
-class _Called:
+class _HostProcessors:
     """Processors as transformers calls them: on the text of every row, padding included, with one more token each time.
 
     Rows have different numbers of new tokens. Each call passes all rows, because a processor may know its rows by

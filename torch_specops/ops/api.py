@@ -95,12 +95,12 @@ def verify_exact(
     """
     filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
-    given = VerifyArguments(*args, argmax_lenience, filter_draft)
-    arguments.check_kinds(given)
+    values = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
+    args = VerifyArguments(*values, argmax_lenience, filter_draft)
+    arguments.check_kinds(args)
     if torch.compiler.is_compiling():
-        arguments.check_verify_exact(given)
-    return _verify_exact(*given)
+        arguments.check_verify_exact(args)
+    return _verify_exact(*args)
 
 
 def verify_block(
@@ -158,12 +158,12 @@ def verify_block(
     """
     filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    args = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
-    given = VerifyArguments(*args, filter_draft=filter_draft)
-    arguments.check_kinds(given)
+    values = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
+    args = VerifyArguments(*values, filter_draft=filter_draft)
+    arguments.check_kinds(args)
     if torch.compiler.is_compiling():
-        arguments.check_verify_block(given)
-    return _verify_block(*args, filter_draft)
+        arguments.check_verify_block(args)
+    return _verify_block(*values, filter_draft)
 
 
 def verify_sigmoid(
@@ -207,11 +207,11 @@ def verify_sigmoid(
     """
     filters = arguments.filters_of("target_logits", target_logits, temperature)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
-    given = SigmoidArguments(*step, alpha, beta, filters.temperature)
-    arguments.check_kinds(given)
+    args = SigmoidArguments(*step, alpha, beta, filters.temperature)
+    arguments.check_kinds(args)
     if torch.compiler.is_compiling():
-        arguments.check_verify_sigmoid(given)
-    return _verify_sigmoid(*given)
+        arguments.check_verify_sigmoid(args)
+    return _verify_sigmoid(*args)
 
 
 def sample(
@@ -314,44 +314,44 @@ def _skips_rows(logits: Tensor, least: int, top_k: Any = None, top_p: Any = None
     return is_long and top_k is None and top_p is None and min_p is None
 
 
-@register_op(verify_exact, lambda target_logits, **given: _skips_rows(target_logits, 2**15, **given))
-def _verify_exact(*args: Any) -> tuple[Tensor, Tensor]:
-    given = VerifyArguments(*args)
-    arguments.check_verify_exact(given)
-    if given.target_logits.device.type != "cuda":
-        return cpu.verify_exact(given)
+@register_op(verify_exact, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))
+def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
+    args = VerifyArguments(*values)
+    arguments.check_verify_exact(args)
+    if args.target_logits.device.type != "cuda":
+        return cpu.verify_exact(args)
     from .cuda.exact import verify_exact as launch
 
-    with on_device_of(given.target_logits):
-        return launch(given)
+    with on_device_of(args.target_logits):
+        return launch(args)
 
 
-@register_op(verify_block, lambda target_logits, **given: _skips_rows(target_logits, 2**15, **given))
-def _verify_block(*args: Any) -> tuple[Tensor, Tensor]:
+@register_op(verify_block, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))
+def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
     # All but `argmax_lenience`. The dispatcher leaves out a last argument that has its default.
-    given = VerifyArguments(*args[:11])._replace(filter_draft=all(args[11:]))
-    arguments.check_verify_block(given)
-    if given.target_logits.device.type != "cuda":
-        return cpu.verify_block(given)
+    args = VerifyArguments(*values[:11])._replace(filter_draft=all(values[11:]))
+    arguments.check_verify_block(args)
+    if args.target_logits.device.type != "cuda":
+        return cpu.verify_block(args)
     from .cuda.block import verify_block as launch
 
-    with on_device_of(given.target_logits):
-        return launch(given)
+    with on_device_of(args.target_logits):
+        return launch(args)
 
 
 @register_op(verify_sigmoid)
-def _verify_sigmoid(*args: Any) -> tuple[Tensor, Tensor]:
-    given = SigmoidArguments(*args)
-    arguments.check_verify_sigmoid(given)
-    if given.target_logits.device.type != "cuda":
-        return cpu.verify_sigmoid(given)
+def _verify_sigmoid(*values: Any) -> tuple[Tensor, Tensor]:
+    args = SigmoidArguments(*values)
+    arguments.check_verify_sigmoid(args)
+    if args.target_logits.device.type != "cuda":
+        return cpu.verify_sigmoid(args)
     from .cuda.sigmoid import verify_sigmoid as launch
 
-    with on_device_of(given.target_logits):
-        return launch(given)
+    with on_device_of(args.target_logits):
+        return launch(args)
 
 
-@register_op(sample, lambda logits, **given: _skips_rows(logits, 2**16, **given))
+@register_op(sample, lambda logits, **args: _skips_rows(logits, 2**16, **args))
 def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     filters = Filters(*args)
     arguments.check_sample(logits, uniforms, filters)

@@ -116,33 +116,33 @@ class GumbelArguments(NamedTuple):
         return Filters(*self[4:])
 
 
-def check_verify_exact(given: VerifyArguments) -> None:
+def check_verify_exact(args: VerifyArguments) -> None:
     """Shapes, dtypes, devices and ranges, as the docstring of `torch_specops.verify_exact` states them."""
-    _check_verify(given)
-    if given.draft_lse is not None:
-        if given.draft_logits is None:
+    _check_verify(args)
+    if args.draft_lse is not None:
+        if args.draft_logits is None:
             raise ValueError(
                 "draft_lse: expected None when draft_logits is None (a one-hot draft has no logsumexp), "
-                f"got shape {_shape(given.draft_lse)}"
+                f"got shape {_shape(args.draft_lse)}"
             )
-        drafts = tuple(given.draft_tokens.shape)
-        _check("draft_lse", given.draft_lse, drafts, "[B, K]", FLOAT32, given.target_logits.device)
-    check_fraction("lenience", given.lenience)
-    _check_filters(given.filters, given.target_logits, "[B]")
-    check_fraction("argmax_lenience", given.argmax_lenience)
+        drafts = tuple(args.draft_tokens.shape)
+        _check("draft_lse", args.draft_lse, drafts, "[B, K]", FLOAT32, args.target_logits.device)
+    check_fraction("lenience", args.lenience)
+    _check_filters(args.filters, args.target_logits, "[B]")
+    check_fraction("argmax_lenience", args.argmax_lenience)
 
 
-def check_verify_block(given: VerifyArguments) -> None:
-    if given.lenience != 1.0:
-        raise ValueError(f"lenience: expected 1.0, the only one that block verification has, got {given.lenience}")
-    check_verify_exact(given)
+def check_verify_block(args: VerifyArguments) -> None:
+    if args.lenience != 1.0:
+        raise ValueError(f"lenience: expected 1.0, the only one that block verification has, got {args.lenience}")
+    check_verify_exact(args)
 
 
-def check_verify_sigmoid(given: SigmoidArguments) -> None:
-    check_tensor("draft_logits", given.draft_logits, plain=False)
-    _check_verify(given)
-    _check_filters(Filters(given.temperature), given.target_logits, "[B]")
-    check_bounds(given.alpha, given.beta)
+def check_verify_sigmoid(args: SigmoidArguments) -> None:
+    check_tensor("draft_logits", args.draft_logits, plain=False)
+    _check_verify(args)
+    _check_filters(Filters(args.temperature), args.target_logits, "[B]")
+    check_bounds(args.alpha, args.beta)
 
 
 def check_sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> None:
@@ -155,12 +155,12 @@ def check_filter_logits(logits: Tensor, filters: Filters) -> None:
     _check_filters(filters, logits, "[N]")
 
 
-def check_verify_gumbel(given: GumbelArguments) -> None:
-    logits, tokens = given.target_logits, given.draft_tokens
+def check_verify_gumbel(args: GumbelArguments) -> None:
+    logits, tokens = args.target_logits, args.draft_tokens
     batch, num_drafts, _ = _check_target_logits(logits)
     _check("draft_tokens", tokens, (batch, num_drafts), "[B, K]", TOKENS, logits.device)
-    _check_noise(given.seeds, given.positions, logits, "[B]")
-    _check_filters(given.filters, logits, "[B]")
+    _check_noise(args.seeds, args.positions, logits, "[B]")
+    _check_filters(args.filters, logits, "[B]")
 
 
 def check_sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, filters: Filters) -> None:
@@ -182,22 +182,22 @@ def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
     return batch, num_rows - 1, vocab_size
 
 
-def _check_verify(given: VerifyArguments | SigmoidArguments) -> None:
+def _check_verify(args: VerifyArguments | SigmoidArguments) -> None:
     """The checks that all verify ops share, except the temperature's."""
-    logits = given.target_logits
+    logits = args.target_logits
     batch, num_drafts, vocab_size = _check_target_logits(logits)
     drafts, device = (batch, num_drafts), logits.device
-    tokens, uniforms = given.draft_tokens, given.accept_uniforms
+    tokens, uniforms = args.draft_tokens, args.accept_uniforms
     are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
     if are_tensors and tokens.shape == uniforms.shape != drafts and tokens.dim() == 2 and tokens.shape[0] == batch:
         # All others agree on K, so it is the logits that lack a row or have an extra row.
         expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
         raise ValueError(f"target_logits: expected {expected}, got shape {_shape(logits)}")
-    _check("draft_tokens", given.draft_tokens, drafts, "[B, K]", TOKENS, device)
-    if given.draft_logits is not None:
-        _check("draft_logits", given.draft_logits, (*drafts, vocab_size), "[B, K, V]", LOGITS, device)
-    _check("accept_uniforms", given.accept_uniforms, drafts, "[B, K]", UNIFORMS, device)
-    _check("sample_uniforms", given.sample_uniforms, (batch,), "[B]", UNIFORMS, device)
+    _check("draft_tokens", args.draft_tokens, drafts, "[B, K]", TOKENS, device)
+    if args.draft_logits is not None:
+        _check("draft_logits", args.draft_logits, (*drafts, vocab_size), "[B, K, V]", LOGITS, device)
+    _check("accept_uniforms", args.accept_uniforms, drafts, "[B, K]", UNIFORMS, device)
+    _check("sample_uniforms", args.sample_uniforms, (batch,), "[B]", UNIFORMS, device)
 
 
 def _check_filters(filters: Filters, logits: Tensor, axes: str) -> None:
@@ -306,10 +306,10 @@ FLAGS = ("filter_draft",)
 KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 
-def check_kinds(given: VerifyArguments | SigmoidArguments | GumbelArguments | Filters, plain: bool = True) -> None:
+def check_kinds(args: VerifyArguments | SigmoidArguments | GumbelArguments | Filters, plain: bool = True) -> None:
     """Check that numbers are numbers, flags are bools, and everything else is None or a tensor. The dispatcher would
     refuse the rest without naming the argument, or take a bool for a number."""
-    for name, value in zip(given._fields, given, strict=True):
+    for name, value in zip(args._fields, args, strict=True):
         if name in NUMBERS:
             check_number(name, value)
         elif name in FLAGS:

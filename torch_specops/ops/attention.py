@@ -15,15 +15,15 @@ from .kv_cache import Window, fold_groups
 from .registration import register_op
 from .tracing import is_eager_cpu, on_device_of
 
-__all__ = ["DTYPES", "SPANS_PAY", "attend", "attend_masked", "attention_dtype", "spans_of", "spans_serve"]
+__all__ = ["DTYPES", "MIN_SPAN_CAPACITY", "attend", "attend_masked", "attention_dtype", "spans_of", "spans_serve"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Slots from which compiled steps on a CPU attend to spans. In 2,048 slots that is faster up to 1,400 tokens of text:
 # the call and its mask take 0.1 ms a layer more, a slot that is not read saves 0.4 us (docs/design.md).
-SPANS_PAY = 2048
+MIN_SPAN_CAPACITY = 2048
 # More new tokens than a step has: a prompt.
-MANY = 32
+MAX_STEP_TOKENS = 32
 
 
 def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
@@ -34,8 +34,8 @@ def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
         return True
     if is_eager_cpu(positions):
         # An eager step leaves out what nobody sees anyway. A prompt needs no mask.
-        return positions.shape[1] > MANY
-    return torch.compiler.is_dynamo_compiling() and capacity >= SPANS_PAY
+        return positions.shape[1] > MAX_STEP_TOKENS
+    return torch.compiler.is_dynamo_compiling() and capacity >= MIN_SPAN_CAPACITY
 
 
 def attention_dtype(tensor: Tensor) -> torch.dtype:
@@ -85,7 +85,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
         width = int(spans[..., 1].amax()) + 1
         keys, values = keys[:, :, :width], values[:, :, :width]
         count = spans.shape[1]
-        if width == count > MANY and torch.equal(
+        if width == count > MAX_STEP_TOKENS and torch.equal(
             spans, spans_of(torch.arange(count, device=spans.device), None).expand_as(spans)
         ):
             # A prompt from its first token on: what a mask would hide is then not computed either.

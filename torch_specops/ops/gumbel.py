@@ -111,11 +111,11 @@ def verify_gumbel(
         (tensor([[11, 38, -1]]), tensor([1]))
     """
     filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
-    given = GumbelArguments(target_logits, draft_tokens, seeds, positions, *filters)
-    arguments.check_kinds(given)
+    args = GumbelArguments(target_logits, draft_tokens, seeds, positions, *filters)
+    arguments.check_kinds(args)
     if torch.compiler.is_compiling():
-        arguments.check_verify_gumbel(given)
-    result: tuple[Tensor, Tensor] = _verify_gumbel(*given)
+        arguments.check_verify_gumbel(args)
+    result: tuple[Tensor, Tensor] = _verify_gumbel(*args)
     return result
 
 
@@ -136,16 +136,16 @@ def _sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, *args: Any)
 
 
 @register_op(verify_gumbel, is_opaque=lambda target_logits, **_: _is_long(target_logits))
-def _verify_gumbel(*args: Any) -> tuple[Tensor, Tensor]:
-    given = GumbelArguments(*args)
-    arguments.check_verify_gumbel(given)
-    return _verify(given)
+def _verify_gumbel(*values: Any) -> tuple[Tensor, Tensor]:
+    args = GumbelArguments(*values)
+    arguments.check_verify_gumbel(args)
+    return _verify(args)
 
 
-def _verify(given: GumbelArguments) -> tuple[Tensor, Tensor]:
-    if given.target_logits.device.type != "cuda":
-        return cpu.verify_gumbel(given)
+def _verify(args: GumbelArguments) -> tuple[Tensor, Tensor]:
+    if args.target_logits.device.type != "cuda":
+        return cpu.verify_gumbel(args)
     from .cuda.gumbel import verify_gumbel as launch
 
-    with on_device_of(given.target_logits):
-        return launch(given)
+    with on_device_of(args.target_logits):
+        return launch(args)

@@ -60,9 +60,9 @@ def register_op(
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
-            given = dict(zip(parameters, args, strict=False)) | kwargs
-            on_cpu = next(iter(given.values())).device.type == "cpu"
-            if not private.inlines_ops() or (on_cpu and private.makes_python() and is_opaque(**given)):
+            named = dict(zip(parameters, args, strict=False)) | kwargs
+            on_cpu = next(iter(named.values())).device.type == "cpu"
+            if not private.inlines_ops() or (on_cpu and private.makes_python() and is_opaque(**named)):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):
                 return NotImplemented

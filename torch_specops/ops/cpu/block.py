@@ -25,17 +25,17 @@ from .walk import (
 )
 
 
-def verify_block(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    if takes_dense_form(given.target_logits, given.temperature):
-        return dense(given)
-    return verify_parts(given, _verify_sampled)
+def verify_block(args: VerifyArguments) -> tuple[Tensor, Tensor]:
+    if takes_dense_form(args.target_logits, args.temperature):
+        return dense(args)
+    return verify_parts(args, _verify_sampled)
 
 
-def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
-    batch, num_drafts = given.draft_tokens.shape
-    inverse = inverse_of(given.temperature)
-    drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
-    p = read_rows(given.target_logits, inverse, given.filters)
+def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
+    batch, num_drafts = args.draft_tokens.shape
+    inverse = inverse_of(args.temperature)
+    drafts, u = Drafts(args, inverse), args.accept_uniforms.tolist()
+    p = read_rows(args.target_logits, inverse, args.filters)
     p_x, q_x = p.probabilities(drafts.x), drafts.read(0, num_drafts)
 
     n: list[int] = []
@@ -52,7 +52,7 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
         if residual is not None:
             residuals[b] = residual
     rest = torch.cat(list(residuals.values())) if residuals else None
-    tokens = next_tokens(p, list(enumerate(n)), list(residuals), rest, given.sample_uniforms.tolist())
+    tokens = next_tokens(p, list(enumerate(n)), list(residuals), rest, args.sample_uniforms.tolist())
     return list(zip(n, tokens, strict=True))
 
 
@@ -74,21 +74,21 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
     return 0, drafts.residual(p, [(b, 0)])
 
 
-def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature = given.temperature
+def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = args.target_logits, args.draft_tokens, args.draft_logits
+    temperature = args.temperature
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
 
     # p(x) and q(x), [B, K], from the maximum and the sum of each row.
-    z_p = scale_kept(target_logits, inverse_t, row_bounds(target_logits, given.filters))  # [B, K+1, V]
+    z_p = scale_kept(target_logits, inverse_t, row_bounds(target_logits, args.filters))  # [B, K+1, V]
     p_max, p_sum = softmax_stats(z_p)  # [B, K+1]
     p_x = probability(logits_of(z_p[:, :num_drafts], x), p_max[:, :-1], p_sum[:, :-1])
     q, q_x = None, torch.ones_like(p_x)
     if draft_logits is not None:
-        z_q = scale_kept(draft_logits, inverse_t, row_bounds(draft_logits, given.draft_filters))  # [B, K, V]
-        q = z_q, *(softmax_stats(z_q) if given.draft_lse is None else stats_from_lse(given.draft_lse))
+        z_q = scale_kept(draft_logits, inverse_t, row_bounds(draft_logits, args.draft_filters))  # [B, K, V]
+        q = z_q, *(softmax_stats(z_q) if args.draft_lse is None else stats_from_lse(args.draft_lse))
         q_x = probability(logits_of(z_q, x), *q[1:])
 
     # The block ends at padding, or at a target row without a finite logit.
@@ -113,7 +113,7 @@ def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
         mass = weights.sum(-1, dtype=torch.float64)
         mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, 0 around it
-        u = pad(given.accept_uniforms.double(), (1, 0))
+        u = pad(args.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts, even
         # if the residual is empty.
@@ -133,7 +133,7 @@ def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
         rejected = n.clamp(max=num_drafts - 1)
         weights = residual_at(p, z_p[rows, n], rows, rejected)
         p = residual_or_target(weights, p, n < end, LEAST_RESIDUAL)
-    drawn = draw(p, given.sample_uniforms)
+    drawn = draw(p, args.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n
 
 

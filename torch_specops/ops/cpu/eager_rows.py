@@ -17,30 +17,30 @@ from ..tracing import is_eager_cpu
 from .filters import is_kept, row_bounds, scale_kept
 from .softmax import FLOAT32_MAX, FLOAT32_TINY, argmax
 
-# A batch with more than MANY sampled sequences, and rows shorter than SHORT, uses the dense form, which does not handle
-# sequences one by one.
-MANY, SHORT = 16, 1024
+# The eager form handles sequences one by one: a larger batch of sampled sequences takes the dense form, if its rows are
+# shorter than this.
+EAGER_MAX_BATCH, EAGER_MIN_VOCAB = 16, 1024
 # The number of logits that a thread handles at a time, few enough to stay in its cache.
-READ = 2**16
-# Weights below this lose digits.
-SMALL = 2.0**-100
+CACHED_LOGITS = 2**16
+# Below this, weights lose digits.
+LEAST_EXACT_WEIGHT = 2.0**-100
 # Vocabulary entries per tile of the two-level search in `draw_tokens`.
 TILE = 1024
 # Vocabulary entries per tile of `argmax_by_tiles`, and the most logits that are searched without tiles.
-ARGMAX_TILE, FEW = 128, 2**15
+ARGMAX_TILE, ARGMAX_MAX_UNTILED = 128, 2**15
 
 
 def rows_at_a_time(vocab_size: int) -> int:
-    return max(1, READ * torch.get_num_threads() // vocab_size)
+    return max(1, CACHED_LOGITS * torch.get_num_threads() // vocab_size)
 
 
 def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
     """True for a traced or empty call, and where computing everything costs less than finding out what is needed."""
     if not is_eager_cpu(logits) or logits.shape[0] == 0:
         return True
-    if logits.shape[-1] >= SHORT or logits.shape[0] <= MANY:
+    if logits.shape[-1] >= EAGER_MIN_VOCAB or logits.shape[0] <= EAGER_MAX_BATCH:
         return False
-    return temperature is None or int((temperature > 0).sum()) > MANY
+    return temperature is None or int((temperature > 0).sum()) > EAGER_MAX_BATCH
 
 
 def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
         def probability(b: int, i: int) -> float:
             (weight,), total = weights[b][i], self.total[b][i]
-            if weight <= SMALL and total > 0:
+            if weight <= LEAST_EXACT_WEIGHT and total > 0:
                 weight = math.exp(float(self.z[b, i, index[b][i]]) - self.maximum[b][i])
                 if weight > 0:
                     weight *= float(self.weights[b, i].amax())
@@ -201,7 +201,7 @@ def argmax_by_tiles(logits: Tensor) -> Tensor:
     """`argmax`, of many logits in a third of the time: torch vectorises the maximum but not its index, which is
     therefore looked for in one tile per row."""
     vocab_size = logits.shape[-1]
-    if logits.numel() <= FEW:
+    if logits.numel() <= ARGMAX_MAX_UNTILED:
         row_max, best = logits.max(-1)
     else:
         size = min(ARGMAX_TILE, vocab_size)

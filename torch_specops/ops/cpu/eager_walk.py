@@ -16,21 +16,21 @@ from .filters import row_bounds, scale_kept_tokens
 from .softmax import scale
 from .walk import LARGEST_EXPONENT, LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of, stats_from_lse
 
-Given = TypeVar("Given", VerifyArguments, SigmoidArguments)
+Arguments = TypeVar("Arguments", VerifyArguments, SigmoidArguments)
 # For one sequence: how many drafts are accepted, and the next token.
 Outcome = tuple[int, int]
 
 
-def verify_parts(given: Given, verify_sampled: Callable[[Given], list[Outcome]]) -> tuple[Tensor, Tensor]:
+def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Outcome]]) -> tuple[Tensor, Tensor]:
     """output_tokens [B, K+1] and num_accepted [B]. The sequences are taken in the runs that `runs` gives: sampled
     runs by the op's own function, all others by `_verify_greedy`."""
-    logits, draft_tokens = given.target_logits, given.draft_tokens
+    logits, draft_tokens = args.target_logits, args.draft_tokens
     outcomes: list[Outcome] = []
-    for is_sampled, where in runs(logits, given.temperature):
-        part = given
+    for is_sampled, where in runs(logits, args.temperature):
+        part = args
         if where != slice(0, logits.shape[0]):
-            own: Any = {name: x[where] for name, x in given._asdict().items() if isinstance(x, Tensor)}
-            part = given._replace(**own)
+            own: Any = {name: x[where] for name, x in args._asdict().items() if isinstance(x, Tensor)}
+            part = args._replace(**own)
         outcomes += verify_sampled(part) if is_sampled else _verify_greedy(part)
     num_drafts = draft_tokens.shape[1]
     output: list[int] = []
@@ -39,22 +39,22 @@ def verify_parts(given: Given, verify_sampled: Callable[[Given], list[Outcome]])
     return integers(output).view(-1, num_drafts + 1), integers([n for n, _ in outcomes])
 
 
-def _verify_greedy(given: VerifyArguments | SigmoidArguments) -> list[Outcome]:
+def _verify_greedy(args: VerifyArguments | SigmoidArguments) -> list[Outcome]:
     """Sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
     `argmax_lenience`. With a negative or NaN temperature nothing is accepted."""
-    assert given.temperature is not None
-    target_logits, draft_tokens = given.target_logits, given.draft_tokens
+    assert args.temperature is not None
+    target_logits, draft_tokens = args.target_logits, args.draft_tokens
     best = argmax_by_tiles(target_logits)
     greedy_tokens = best.tolist()
-    if isinstance(given, VerifyArguments) and given.argmax_lenience < 1:
+    if isinstance(args, VerifyArguments) and args.argmax_lenience < 1:
         x, in_vocab = draft_indices(draft_tokens, target_logits.shape[2])
         z, z_max = (scale(logits_of(target_logits[:, :-1], tokens), None) for tokens in (x, best[:, :-1].clamp(min=0)))
-        matches = (in_vocab & is_near_argmax(z, z_max, given.argmax_lenience)).tolist()
+        matches = (in_vocab & is_near_argmax(z, z_max, args.argmax_lenience)).tolist()
     else:
         rows = zip(draft_tokens.tolist(), greedy_tokens, strict=True)
         matches = [[x == y >= 0 for x, y in zip(drafts, tokens, strict=False)] for drafts, tokens in rows]
     outcomes = []
-    for t, tokens, accepted in zip(given.temperature.tolist(), greedy_tokens, matches, strict=True):
+    for t, tokens, accepted in zip(args.temperature.tolist(), greedy_tokens, matches, strict=True):
         n = prefix_length(accepted)
         outcomes.append((n, tokens[n]) if t == 0 else (0, -1))
     return outcomes
@@ -89,27 +89,27 @@ def next_tokens(
 class Drafts:
     """The draft tokens, their probabilities q(x), and the residuals. `inverse` is 1 / T [B]."""
 
-    def __init__(self, given: VerifyArguments, inverse: Tensor | None) -> None:
-        vocab_size = given.target_logits.shape[2]
-        self.given, self.inverse = given, inverse
-        self.tokens = given.draft_tokens.tolist()
+    def __init__(self, args: VerifyArguments, inverse: Tensor | None) -> None:
+        vocab_size = args.target_logits.shape[2]
+        self.args, self.inverse = args, inverse
+        self.tokens = args.draft_tokens.tolist()
         self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
         # [B, K] as indices. Tokens outside the vocabulary are never accepted, whatever their probability.
-        self.x = given.draft_tokens.clamp(0, vocab_size - 1).long()
-        self.lse: list[list[float]] = [] if given.draft_lse is None else given.draft_lse.tolist()
+        self.x = args.draft_tokens.clamp(0, vocab_size - 1).long()
+        self.lse: list[list[float]] = [] if args.draft_lse is None else args.draft_lse.tolist()
         self.rows: Rows | None = None
         self.first = 0
 
     def read(self, first: int, stop: int) -> Callable[[int, int], float]:
         """Read the positions first .. stop - 1. Returns the function (b, i) -> q(x) of sequence b at first + i."""
-        x, given, self.first = columns(self.x, first, stop), self.given, first
-        if given.draft_logits is None:
+        x, args, self.first = columns(self.x, first, stop), self.args, first
+        if args.draft_logits is None:
             return lambda b, i: 1.0
-        logits = columns(given.draft_logits, first, stop)
-        if given.draft_lse is None:
-            self.rows = read_rows(logits, self.inverse, given.draft_filters)
+        logits = columns(args.draft_logits, first, stop)
+        if args.draft_lse is None:
+            self.rows = read_rows(logits, self.inverse, args.draft_filters)
             return self.rows.probabilities(x)
-        z = scale_kept_tokens(logits_of(logits, x), x, self.inverse, row_bounds(logits, given.draft_filters)).tolist()
+        z = scale_kept_tokens(logits_of(logits, x), x, self.inverse, row_bounds(logits, args.draft_filters)).tolist()
 
         def probability(b: int, i: int) -> float:
             lse = self.lse[b][first + i]
@@ -120,7 +120,7 @@ class Drafts:
     def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
         """[N, V] max(reach p - q, 0) for N rows (b, i) of p and their drafts, which have been read."""
         p_weights, p_factors = pick_rows(p.weights, where), p.factors(where, reach)
-        if self.given.draft_logits is None:
+        if self.args.draft_logits is None:
             weights = p_weights * p_factors
             for row, (b, i) in zip(weights, where, strict=True):
                 row[self.tokens[b][self.first + i]] = 0.0
@@ -146,10 +146,10 @@ class Drafts:
 
     def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
         """The draft rows of N rows (b, i) of p, as one row of each of N sequences."""
-        logits, lse, sequences = self.given.draft_logits, self.given.draft_lse, [b for b, _ in where]
+        logits, lse, sequences = self.args.draft_logits, self.args.draft_lse, [b for b, _ in where]
         assert logits is not None and lse is not None
         inverse = None if self.inverse is None else self.inverse[sequences]
         where = [(b, self.first + i) for b, i in where]
-        z, maximum = scaled_rows(pick_rows(logits, where).unsqueeze(1), inverse, self.given.draft_filters.at(sequences))
+        z, maximum = scaled_rows(pick_rows(logits, where).unsqueeze(1), inverse, self.args.draft_filters.at(sequences))
         shift, _ = stats_from_lse(pick_rows(lse.unsqueeze(-1), where).unsqueeze(1))
         return Rows(z, (z - shift).exp_(), maximum, [[1.0]] * len(where))

@@ -26,29 +26,29 @@ from .walk import (
 )
 
 
-def verify_exact(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    if takes_dense_form(given.target_logits, given.temperature):
-        return dense(given)
-    return verify_parts(given, _verify_sampled)
+def verify_exact(args: VerifyArguments) -> tuple[Tensor, Tensor]:
+    if takes_dense_form(args.target_logits, args.temperature):
+        return dense(args)
+    return verify_parts(args, _verify_sampled)
 
 
-def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
-    batch, num_drafts = given.draft_tokens.shape
-    inverse = inverse_of(given.temperature)
-    drafts, u = Drafts(given, inverse), given.accept_uniforms.tolist()
+def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
+    batch, num_drafts = args.draft_tokens.shape
+    inverse = inverse_of(args.temperature)
+    drafts, u = Drafts(args, inverse), args.accept_uniforms.tolist()
 
     # The walk. Several sequences are read at once, with all their rows; one sequence, as many rows at a time as stay in
     # the cache.
-    step = num_drafts + 1 if batch > 1 else rows_at_a_time(given.target_logits.shape[2])
+    step = num_drafts + 1 if batch > 1 else rows_at_a_time(args.target_logits.shape[2])
     for first in range(0, num_drafts + 1, step):
         stop = min(first + step, num_drafts)
-        rows = columns(given.target_logits, first, min(first + step, num_drafts + 1))
-        p = read_rows(rows, inverse, given.filters)
+        rows = columns(args.target_logits, first, min(first + step, num_drafts + 1))
+        p = read_rows(rows, inverse, args.filters)
         p_x, q_x = p.probabilities(columns(drafts.x, first, stop)), drafts.read(first, stop)
         n = [
             first
             + prefix_length(
-                accepts(u[b][first + i] * given.lenience, p_x(b, i), q_x(b, i), drafts.in_vocab[b][first + i])
+                accepts(u[b][first + i] * args.lenience, p_x(b, i), q_x(b, i), drafts.in_vocab[b][first + i])
                 for i in range(stop - first)
             )
             for b in range(batch)
@@ -60,36 +60,36 @@ def _verify_sampled(given: VerifyArguments) -> list[Outcome]:
     rejected = [b for b in range(batch) if n[b] < num_drafts and drafts.in_vocab[b][n[b]]]
     ends = [(b, n[b] - first) for b in range(batch)]
     residual = drafts.residual(p, [ends[b] for b in rejected]) if rejected else None
-    return list(zip(n, next_tokens(p, ends, rejected, residual, given.sample_uniforms.tolist()), strict=True))
+    return list(zip(n, next_tokens(p, ends, rejected, residual, args.sample_uniforms.tolist()), strict=True))
 
 
-def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
-    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature = given.temperature
+def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = args.target_logits, args.draft_tokens, args.draft_logits
+    temperature = args.temperature
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
 
     # p(x) and q(x), [B, K], from the maximum and the sum of each row.
-    z_target = scale_kept(target_logits, inverse_t, row_bounds(target_logits, given.filters))  # [B, K+1, V]
+    z_target = scale_kept(target_logits, inverse_t, row_bounds(target_logits, args.filters))  # [B, K+1, V]
     p_max, p_sum = softmax_stats(z_target)  # [B, K+1]
     z_px = logits_of(z_target[:, :num_drafts], x)
     p_x = probability(z_px, p_max[:, :-1], p_sum[:, :-1])
     q_x = torch.ones_like(p_x)
     if draft_logits is not None:
-        q_bounds = row_bounds(draft_logits, given.draft_filters)
-        if given.draft_lse is None:
+        q_bounds = row_bounds(draft_logits, args.draft_filters)
+        if args.draft_lse is None:
             q_max, q_sum = softmax_stats(scale_kept(draft_logits, inverse_t, q_bounds))
         else:
-            q_max, q_sum = stats_from_lse(given.draft_lse)
+            q_max, q_sum = stats_from_lse(args.draft_lse)
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, q_bounds), q_max, q_sum)
 
     # The walk: n drafts are accepted.
-    accepted = accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    accepted = accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else lowest_argmax(z_target, p_max)
     near_argmax = None
-    if given.argmax_lenience != 1:
-        near_argmax = in_vocab & is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
+    if args.argmax_lenience != 1:
+        near_argmax = in_vocab & is_near_argmax(z_px, p_max[:, :-1], args.argmax_lenience)
     n = prefix_lengths(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
     # The next token, from the residual max(p - q, 0) of row n, or from p.
@@ -105,5 +105,5 @@ def dense(given: VerifyArguments) -> tuple[Tensor, Tensor]:
             q = z_q, q_max[rows, rejected], q_sum[rows, rejected]
         weights = residual(p, z_p, x[rows, rejected], q)
         p = residual_or_target(weights, p, (n < num_drafts) & in_vocab[rows, rejected], LEAST_RESIDUAL)
-    drawn = draw(p, given.sample_uniforms)
+    drawn = draw(p, args.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n

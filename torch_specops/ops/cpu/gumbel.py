@@ -17,7 +17,7 @@ from torch import Tensor
 from ..arguments import Filters, GumbelArguments
 from ..tracing import is_eager_cpu
 from ..uniforms import noise_key_bytes, noise_keys
-from .eager_rows import READ, argmax_by_tiles, columns, integers, inverse_number, scaled_rows
+from .eager_rows import CACHED_LOGITS, argmax_by_tiles, columns, integers, inverse_number, scaled_rows
 from .eager_walk import prefix_length
 from .filters import row_bounds, scale_kept
 from .softmax import FLOAT32_MAX, inverse_temperature, lowest_argmax
@@ -29,29 +29,30 @@ SHIFTS = 16, 15
 MASK = 0xFFFFFFFF
 # The largest float32 below 1.
 LARGEST = 1.0 - 2.0**-24
-# In a row longer than SHORT, a score is computed for tokens that can win: whose hash is small, and still smaller where
-# z / T is more than NEAR below the largest. How small says the best of FEW likely tokens; SLACK is above all rounding.
-SHORT, FEW, NEAR, SLACK = 2048, 256, 6.0, 0.01
+# In a row longer than MAX_SCORED_VOCAB, a score is computed for tokens that can win: whose hash is small, and still
+# smaller where z / T is more than NEAR_TOP below the largest. How small says the best of NUM_LIKELY likely tokens;
+# SCORE_SLACK is above all rounding.
+MAX_SCORED_VOCAB, NUM_LIKELY, NEAR_TOP, SCORE_SLACK = 2048, 256, 6.0, 0.01
 
 Array = Any
 
 
-def verify_gumbel(given: GumbelArguments) -> tuple[Tensor, Tensor]:
+def verify_gumbel(args: GumbelArguments) -> tuple[Tensor, Tensor]:
     """[B, K+1, V], [B, K] -> output_tokens [B, K+1], num_accepted [B]."""
-    logits, (batch, num_rows, vocab_size) = given.target_logits, given.target_logits.shape
-    if not is_eager_cpu(logits, given.seeds, given.positions) or batch == 0:
-        return dense(given)
-    temperature = [1.0] * batch if given.temperature is None else given.temperature.tolist()
+    logits, (batch, num_rows, vocab_size) = args.target_logits, args.target_logits.shape
+    if not is_eager_cpu(logits, args.seeds, args.positions) or batch == 0:
+        return dense(args)
+    temperature = [1.0] * batch if args.temperature is None else args.temperature.tolist()
     # Greedy rows have no noise.
     is_sampled = any(t > 0 for t in temperature)
-    drafts = given.draft_tokens.tolist()
-    keys = _eager_keys(given) if is_sampled else np.zeros((batch, num_rows, 2), np.uint32)
+    drafts = args.draft_tokens.tolist()
+    keys = _eager_keys(args) if is_sampled else np.zeros((batch, num_rows, 2), np.uint32)
     tokens: list[list[int]] = [[] for _ in drafts]
     live, first = list(range(batch)), 0
     # Rows are read as long as drafts match, and short rows several at a time.
     while live:
-        stop = min(first + max(1, READ // (len(live) * vocab_size)), num_rows)
-        drawn = _draw(columns(logits, first, stop), given.filters, temperature, keys[:, first:stop], live)
+        stop = min(first + max(1, CACHED_LOGITS // (len(live) * vocab_size)), num_rows)
+        drawn = _draw(columns(logits, first, stop), args.filters, temperature, keys[:, first:stop], live)
         matching = []
         for b, row in zip(live, drawn, strict=True):
             n = prefix_length(x == y >= 0 for x, y in zip(drafts[b][first:stop], row, strict=False))
@@ -63,11 +64,11 @@ def verify_gumbel(given: GumbelArguments) -> tuple[Tensor, Tensor]:
     return integers(output).view(batch, num_rows), integers([len(row) - 1 for row in tokens])
 
 
-def _eager_keys(given: GumbelArguments) -> Array:
+def _eager_keys(args: GumbelArguments) -> Array:
     """[B, K+1, 2] uint32, the keys of each position."""
-    batch, num_rows, _ = given.target_logits.shape
-    seeds = [seed for seed in given.seeds.tolist() for _ in range(num_rows)]
-    positions = [position + i for position in given.positions.tolist() for i in range(num_rows)]
+    batch, num_rows, _ = args.target_logits.shape
+    seeds = [seed for seed in args.seeds.tolist() for _ in range(num_rows)]
+    positions = [position + i for position in args.positions.tolist() for i in range(num_rows)]
     return np.frombuffer(noise_key_bytes(seeds, positions), np.uint32).reshape(batch, num_rows, 2)
 
 
@@ -98,7 +99,7 @@ def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], ke
     """Logits [B, C, V] with their maxima, temperatures [B], keys [B, C, 2] -> the tokens of the largest scores."""
     inverse = [0.0 if t == math.inf else inverse_number(t) for t in temperature]
     with np.errstate(over="ignore"):
-        if z.shape[-1] > SHORT:
+        if z.shape[-1] > MAX_SCORED_VOCAB:
             rows = zip(z, maxima, inverse, keys, strict=True)
             return [
                 [_likeliest_of_many(row, top, scale, key) for row, top, key in zip(rows_z, tops, row_keys, strict=True)]
@@ -116,12 +117,12 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
     if top == -math.inf:
         return -1
     small = hashes(key, len(z))
-    likely = np.flatnonzero(z >= _below(top, 1, inverse))[:FEW]
+    likely = np.flatnonzero(z >= _below(top, 1, inverse))[:NUM_LIKELY]
     # The winner has at least this score. Its g, which is at most -log w, exceeds the score by what z is below the top.
-    least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SLACK
-    wins = z >= _below(top, NEAR, inverse)
+    least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SCORE_SLACK
+    wins = z >= _below(top, NEAR_TOP, inverse)
     wins &= small <= _limit(least)
-    wins |= small <= _limit(least + NEAR)
+    wins |= small <= _limit(least + NEAR_TOP)
     tokens = np.flatnonzero(wins)
     return int(tokens[_scores(z[tokens], top, inverse, small[tokens]).argmax()])
 
@@ -160,13 +161,13 @@ def _weyl_sequence(vocab_size: int) -> Array:
     return sequence
 
 
-def dense(given: GumbelArguments) -> tuple[Tensor, Tensor]:
+def dense(args: GumbelArguments) -> tuple[Tensor, Tensor]:
     """The same without a look at the data."""
-    logits, filters, temperature = given.target_logits, given.filters, given.temperature
+    logits, filters, temperature = args.target_logits, args.filters, args.temperature
     batch, num_rows, _ = logits.shape
     position = torch.arange(num_rows, device=logits.device)
-    positions = given.positions.unsqueeze(1) + position
-    keys = noise_keys(given.seeds.repeat_interleave(num_rows), positions.flatten())
+    positions = args.positions.unsqueeze(1) + position
+    keys = noise_keys(args.seeds.repeat_interleave(num_rows), positions.flatten())
     z = scale_kept(logits, None, row_bounds(logits, filters))  # [B, K+1, V]
     z_max = z.amax(-1, keepdim=True)
     gap = (z - z_max.clamp(min=-FLOAT32_MAX)).clamp(min=-FLOAT32_MAX)
@@ -180,7 +181,7 @@ def dense(given: GumbelArguments) -> tuple[Tensor, Tensor]:
     tokens = lowest_argmax(scores, scores.amax(-1))  # [B, K+1]
     if temperature is not None:
         tokens = torch.where((temperature >= 0).unsqueeze(1), tokens, -1)
-    n = prefix_lengths((given.draft_tokens == tokens[:, :-1]) & (tokens[:, :-1] >= 0))
+    n = prefix_lengths((args.draft_tokens == tokens[:, :-1]) & (tokens[:, :-1] >= 0))
     return torch.where(position <= n.unsqueeze(1), tokens, -1), n
 
 

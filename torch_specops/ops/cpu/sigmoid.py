@@ -14,32 +14,32 @@ from .softmax import argmax, draw, inverse_temperature, scale, softmax_row, soft
 from .walk import accepts, apply_greedy, draft_indices, logits_of, output_rows, prefix_lengths, residual_or_target
 
 
-def verify_sigmoid(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
-    if takes_dense_form(given.target_logits, given.temperature):
-        return dense(given)
-    return verify_parts(given, _verify_sampled)
+def verify_sigmoid(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
+    if takes_dense_form(args.target_logits, args.temperature):
+        return dense(args)
+    return verify_parts(args, _verify_sampled)
 
 
-def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
-    target_logits, draft_logits = given.target_logits, given.draft_logits
-    scores = given.alpha, given.beta
-    batch, num_drafts = given.draft_tokens.shape
-    inverse_t = inverse_of(given.temperature)  # [B]
-    x, in_vocab = draft_indices(given.draft_tokens, target_logits.shape[2])
+def _verify_sampled(args: SigmoidArguments) -> list[Outcome]:
+    target_logits, draft_logits = args.target_logits, args.draft_logits
+    scores = args.alpha, args.beta
+    batch, num_drafts = args.draft_tokens.shape
+    inverse_t = inverse_of(args.temperature)  # [B]
+    x, in_vocab = draft_indices(args.draft_tokens, target_logits.shape[2])
 
     # The walk, with scores instead of probabilities.
     p_x, q_x = (
         score(floor(scale(logits_of(logits, x), inverse_t), *scores).double(), *scores)
         for logits in (target_logits[:, :num_drafts], draft_logits)
     )
-    accepted = accepts(given.accept_uniforms.double(), p_x, q_x, in_vocab).tolist()
+    accepted = accepts(args.accept_uniforms.double(), p_x, q_x, in_vocab).tolist()
     n = [prefix_length(row) for row in accepted]
 
     # The next token: from the softmax after K acceptances, else from the residual of the scores.
     bonus = [b for b in range(batch) if n[b] == num_drafts]
     others = [b for b in range(batch) if n[b] < num_drafts]
     tokens = dict.fromkeys(range(batch), -1)
-    s = given.sample_uniforms.tolist()
+    s = args.sample_uniforms.tolist()
     if bonus:
         last = pick_rows(target_logits, [(b, num_drafts) for b in bonus]).unsqueeze(1)
         rows = read_rows(last, None if inverse_t is None else inverse_t[bonus], Filters())
@@ -57,9 +57,9 @@ def _verify_sampled(given: SigmoidArguments) -> list[Outcome]:
     return list(zip(n, tokens.values(), strict=True))
 
 
-def dense(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
-    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature, alpha, beta = given.temperature, given.alpha, given.beta
+def dense(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = args.target_logits, args.draft_tokens, args.draft_logits
+    temperature, alpha, beta = args.temperature, args.alpha, args.beta
     num_drafts, vocab_size = draft_tokens.shape[1], target_logits.shape[2]
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
@@ -68,7 +68,7 @@ def dense(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
     z_px = floor(scale(logits_of(target_logits[:, :num_drafts], x), inverse_t), alpha, beta)  # [B, K]
     z_qx = floor(scale(logits_of(draft_logits, x), inverse_t), alpha, beta)
     p_x, q_x = score(z_px.double(), alpha, beta), score(z_qx.double(), alpha, beta)
-    accepted = accepts(given.accept_uniforms.double(), p_x, q_x, in_vocab)
+    accepted = accepts(args.accept_uniforms.double(), p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else argmax(target_logits)  # [B, K+1]
     n = prefix_lengths(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature))  # [B]
 
@@ -83,7 +83,7 @@ def dense(given: SigmoidArguments) -> tuple[Tensor, Tensor]:
         p = score(z_p, alpha, beta)
         scores = residual_or_target(residual(p, z_p, z_q, alpha, beta), p, in_vocab[rows, rejected])
         weights = torch.where((n < num_drafts).unsqueeze(-1), scores, weights)
-    drawn = draw(weights, given.sample_uniforms)
+    drawn = draw(weights, args.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n
 
 

@@ -31,20 +31,20 @@ def walk_width(block_t: int) -> int:
 
 
 def shared_values(
-    given: VerifyArguments | SigmoidArguments, tile: int, num_tiles: int, rows_per_sequence: int
+    args: VerifyArguments | SigmoidArguments, tile: int, num_tiles: int, rows_per_sequence: int
 ) -> dict[str, Any]:
     """The values that the kernels of the verify ops share, by the names of their parameters: inputs, outputs, sizes and
     partials of so many rows."""
-    target, draft = given.target_logits, given.draft_logits
+    target, draft = args.target_logits, args.draft_logits
     batch, num_rows, vocab_size = target.shape
-    block_t, device = launch.lanes(num_tiles), target.device
+    block_t, device = launch.padded_power_of_2(num_tiles), target.device
     return {
         "target_ptr": target,
         "draft_ptr": draft,
-        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
-        "accept_uniforms_ptr": launch.contiguous(given.accept_uniforms),
-        "sample_uniforms_ptr": launch.contiguous(given.sample_uniforms),
-        "temperature_ptr": launch.contiguous(given.temperature),
+        "draft_tokens_ptr": launch.contiguous(args.draft_tokens),
+        "accept_uniforms_ptr": launch.contiguous(args.accept_uniforms),
+        "sample_uniforms_ptr": launch.contiguous(args.sample_uniforms),
+        "temperature_ptr": launch.contiguous(args.temperature),
         "partial_ptr": torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device),
         "num_accepted_ptr": torch.empty(batch, dtype=torch.int64, device=device),
         "output_tokens_ptr": torch.empty(batch, num_rows, dtype=torch.int64, device=device),
@@ -55,7 +55,7 @@ def shared_values(
         "num_tiles": num_tiles,
         "rows_per_sequence": rows_per_sequence,
         "TILE": tile,
-        "BLOCK_K": launch.lanes(num_rows),
+        "BLOCK_K": launch.padded_power_of_2(num_rows),
         "BLOCK_T": block_t,
         "WALK": walk_width(block_t),
     }
@@ -90,7 +90,7 @@ def accept_scored(u, z_p, z_q, alpha, inverse_range):
 
 
 @triton.jit
-def leading(accepted):
+def accepted_prefix_length(accepted):
     """How many of [WALK] are accepted before the first that is not."""
     WALK: tl.constexpr = accepted.shape[0]
     return tl.min(tl.where(accepted, WALK, tl.arange(0, WALK)), 0)

@@ -47,9 +47,9 @@ from .residual import (
 )
 from .stats import exact_values, run_stats
 from .tiles import (
-    arrives_last,
     exponential,
     inverse_temperature,
+    is_last_program,
     load_kept,
     load_partials,
     load_temperature,
@@ -157,7 +157,7 @@ def reach_kernel(
             store_pair(state_ptr + row * 4 + 2, q_max, reciprocal(q_sum))
     tl.store(ratio_ptr + row, ratio)
 
-    if arrives_last(count_ptr + b, num_drafts):
+    if is_last_program(count_ptr + b, num_drafts):
         k = tl.arange(0, BLOCK_K)
         ratios = tl.load(ratio_ptr + b * num_drafts + k, mask=k < num_drafts, other=-1.0)
         # The length of the block, or what a greedy sequence accepts.
@@ -257,7 +257,7 @@ def draw_kernel(
                     )
                     store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
 
-    if arrives_last(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
+    if is_last_program(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
         # Reload n to save a register.
         n = tl.load(num_accepted_ptr + b)
         undecided = n < 0
@@ -319,17 +319,17 @@ def draw_kernel(
         store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
 
 
-def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def verify_block(args: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Launch `specops::verify_block`, which has checked its arguments. Tests and benchmarks choose the tile."""
-    batch, num_rows, _ = given.target_logits.shape
+    batch, num_rows, _ = args.target_logits.shape
     num_drafts = num_rows - 1
     if num_drafts == 0:
-        return verify_exact(given, tile=tile)
+        return verify_exact(args, tile=tile)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(batch, *shape, dtype=dtype, device=given.target_logits.device)
+        return torch.empty(batch, *shape, dtype=dtype, device=args.target_logits.device)
 
-    values = exact_values(given, tile)
+    values = exact_values(args, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
     # Few programs take one row pair each, many walk over a sequence's pairs.
     parallel_rows = num_drafts if launch.tiles_per_program(batch * num_tiles * num_drafts) == 1 else 1
@@ -341,7 +341,7 @@ def verify_block(given: VerifyArguments, *, tile: int | None = None) -> tuple[Te
         "mass_ptr": scratch(num_drafts, num_tiles, 2),
         "tiles_per_program": tiles_per_program,
     }
-    run_stats(given, values)
+    run_stats(args, values)
     # It holds partials, not logits.
     launch.run(reach_kernel, (batch, num_drafts), values, launch.num_warps(MAX_PARTIALS))
     launch.run(draw_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program), parallel_rows), values, num_warps)

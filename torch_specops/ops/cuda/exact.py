@@ -37,13 +37,13 @@ from torch import Tensor
 
 from ..arguments import VerifyArguments
 from . import launch
-from .accept import accept_drafts, count_valid, leading, store_accepted, store_next
+from .accept import accept_drafts, accepted_prefix_length, count_valid, store_accepted, store_next
 from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
 from .stats import exact_values, run_stats, sum_tile
 from .tiles import (
-    arrives_last,
     exponential,
     inverse_temperature,
+    is_last_program,
     load_kept,
     load_temperature,
     reciprocal,
@@ -122,7 +122,7 @@ def rest_kernel(
     if draft_lse_ptr is not None:
         # Its rows need no sums.
         draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
-    if leading(accepted) == FIRST_ROWS:
+    if accepted_prefix_length(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
             row = tl.where(r <= num_drafts, r, r + FIRST_ROWS)
             sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
@@ -202,7 +202,7 @@ def draw_kernel(
             argmax_gap,
             BLOCK_T,
         )
-        run = leading(accepted)
+        run = accepted_prefix_length(accepted)
         n += run
         reachable = tl.where(run == WALK, reachable, 0)
 
@@ -257,7 +257,7 @@ def draw_kernel(
                 )
                 store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
 
-    if arrives_last(count_ptr + b, tl.num_programs(1)):
+    if is_last_program(count_ptr + b, tl.num_programs(1)):
         # Reload these to save registers: values loaded before the branch would occupy them until here.
         n = tl.load(num_accepted_ptr + b)
         temperature = load_temperature(temperature_ptr, b)
@@ -296,27 +296,27 @@ def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
     return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0
 
 
-def verify_exact(given: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def verify_exact(args: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Launch `specops::verify_exact`, which has checked its arguments. Tests and benchmarks choose the tile."""
-    values = exact_values(given, tile)
-    batch, num_rows, _ = given.target_logits.shape
+    values = exact_values(args, tile)
+    batch, num_rows, _ = args.target_logits.shape
     tile, num_tiles, rows = values["TILE"], values["num_tiles"], values["rows_per_sequence"]
     tiles_per_program = launch.tiles_per_program(batch * num_tiles)
     values |= {
-        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=given.target_logits.device),
-        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=given.target_logits.device),
+        "mass_ptr": torch.empty(batch, num_tiles, 2, dtype=torch.float32, device=args.target_logits.device),
+        "state_ptr": torch.empty(batch, 4, dtype=torch.float32, device=args.target_logits.device),
         "tiles_per_program": tiles_per_program,
-        "lenience": given.lenience,
-        "argmax_gap": math.log(given.argmax_lenience) if given.argmax_lenience < 1 else None,
+        "lenience": args.lenience,
+        "argmax_gap": math.log(args.argmax_lenience) if args.argmax_lenience < 1 else None,
     }
     rest = rest_rows(batch * num_tiles, num_rows, rows)
     if rest > 0:
-        run_stats(given, values, FIRST_ROWS.value)
+        run_stats(args, values, FIRST_ROWS.value)
         per_program = launch.tiles_per_program(batch * num_tiles * rest)
         grid = (batch, triton.cdiv(num_tiles, per_program), rest)
         launch.run(rest_kernel, grid, values | {"tiles_per_program": per_program}, launch.stats_warps(tile))
     else:
-        run_stats(given, values)
+        run_stats(args, values)
     programs = triton.cdiv(num_tiles, tiles_per_program)
     launch.run(draw_kernel, (batch, programs), values, launch.num_warps(tile))
     return values["output_tokens_ptr"], values["num_accepted_ptr"]

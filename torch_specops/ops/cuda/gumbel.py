@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arguments import GumbelArguments
 from . import launch
-from .accept import count_valid, leading, walk_width
+from .accept import accepted_prefix_length, count_valid, walk_width
 from .filter import filter_bounds
 from .tiles import (
     FLOAT32_MAX,
@@ -158,29 +158,29 @@ def match_kernel(
             y = combine_argmax(score(z, top[:, None], v, key_0[:, None], key_1[:, None], inverse_t), token)
         x = tl.load(draft_tokens_ptr + b * num_drafts + i, mask=i < num_drafts, other=-1).to(tl.int64)
         y = tl.where(live, y, -1).to(tl.int64)
-        run = leading((x == y) & (y >= 0))
+        run = accepted_prefix_length((x == y) & (y >= 0))
         tl.store(output_tokens_ptr + b * (num_drafts + 1) + i, tl.where(i <= start + run, y, -1), mask=i <= num_drafts)
         n += tl.where(start <= last, run, 0)
         last = tl.where(run == WALK, last, -1)
     tl.store(num_accepted_ptr + b, n)
 
 
-def verify_gumbel(given: GumbelArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def verify_gumbel(args: GumbelArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Launch `specops::verify_gumbel`, which has checked its arguments. Tests and benchmarks choose the tile."""
-    target, filters = given.target_logits, given.filters
+    target, filters = args.target_logits, args.filters
     batch, num_rows, vocab_size = target.shape
     tile = tile or launch.tile_size(vocab_size, batch * num_rows)
     num_tiles = launch.num_tiles(target, tile)
     launch.check_grid("target_logits", target, num_rows, num_tiles)
-    block_t, device = launch.lanes(num_tiles), target.device
+    block_t, device = launch.padded_power_of_2(num_tiles), target.device
     output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
     values = {
         "target_ptr": target,
-        "draft_tokens_ptr": launch.contiguous(given.draft_tokens),
-        "seeds_ptr": launch.contiguous(given.seeds),
-        "positions_ptr": launch.contiguous(given.positions),
-        "temperature_ptr": launch.contiguous(given.temperature),
+        "draft_tokens_ptr": launch.contiguous(args.draft_tokens),
+        "seeds_ptr": launch.contiguous(args.seeds),
+        "positions_ptr": launch.contiguous(args.positions),
+        "temperature_ptr": launch.contiguous(args.temperature),
         "bounds_ptr": filter_bounds(target, filters, tile=tile) if filters.removes_tokens else None,
         "partial_ptr": torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device),
         "num_accepted_ptr": num_accepted,
@@ -190,7 +190,7 @@ def verify_gumbel(given: GumbelArguments, *, tile: int | None = None) -> tuple[T
         "vocab_size": vocab_size,
         "num_tiles": num_tiles,
         "TILE": tile,
-        "BLOCK_K": launch.lanes(num_rows),
+        "BLOCK_K": launch.padded_power_of_2(num_rows),
         "BLOCK_T": block_t,
         "WALK": walk_width(block_t),
     }

@@ -127,7 +127,7 @@ def check_grid(name: str, logits: Tensor, num_rows: int, num_tiles: int) -> None
             )
 
 
-def lanes(count: int) -> int:
+def padded_power_of_2(count: int) -> int:
     """The power of two that holds `count`. By comparisons alone, because a symbolic size refuses bit operations; each
     is a guard."""
     width = MIN_LANES

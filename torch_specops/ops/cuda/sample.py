@@ -125,7 +125,7 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | No
         "vocab_size": vocab_size,
         "num_tiles": num_tiles,
         "TILE": tile,
-        "BLOCK_T": launch.lanes(num_tiles),
+        "BLOCK_T": launch.padded_power_of_2(num_tiles),
     }
     launch.run(stats_kernel, (num_rows, num_tiles), values, launch.stats_warps(tile))
     launch.run(draw_kernel, (num_rows,), values, launch.num_warps(tile))

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from ..arguments import SigmoidArguments
 from . import launch
-from .accept import accept_scored, count_valid, leading, load_token_logits, shared_values, store_accepted, store_next
+from .accept import (
+    accept_scored,
+    accepted_prefix_length,
+    count_valid,
+    load_token_logits,
+    shared_values,
+    store_accepted,
+    store_next,
+)
 from .tiles import (
     FLOAT32_MAX,
     LN_2,
@@ -152,7 +160,7 @@ def score_kernel(
             z_q = load_token_logits(draft_ptr, stride_draft_k, stride_draft_v, i, x, live, inverse_t, None, 0)
             u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
             accepted = live & accept_scored(u, floor(z_p, lowest), floor(z_q, lowest), alpha, inverse_range)
-            run = leading(accepted)
+            run = accepted_prefix_length(accepted)
             n += run
             reachable = tl.where(run == SCORE_WALK, reachable, 0)
 
@@ -224,7 +232,7 @@ def draw_kernel(
             live = i < reachable
             x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
             tile_max, token = load_partials(partial_ptr, first_row + i, num_tiles, live, BLOCK_T)
-            run = leading(live & (combine_argmax(tile_max, token).to(tl.int64) == x))
+            run = accepted_prefix_length(live & (combine_argmax(tile_max, token).to(tl.int64) == x))
             n += run
             reachable = tl.where(run == WALK, reachable, 0)
         next_token = row_argmax(partial_ptr, first_row + n, num_tiles, BLOCK_T)
@@ -259,14 +267,14 @@ def draw_kernel(
     store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K)
 
 
-def verify_sigmoid(given: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def verify_sigmoid(args: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
     """Launch `specops::verify_sigmoid`, which has checked its arguments. Tests and benchmarks choose the tile."""
-    target, alpha, width = given.target_logits, given.alpha, given.beta - given.alpha
+    target, alpha, width = args.target_logits, args.alpha, args.beta - args.alpha
     batch, num_rows, vocab_size = target.shape
     tile = tile or launch.tile_size(vocab_size, batch)
     num_tiles = launch.num_tiles(target, tile)
     launch.check_grid("target_logits", target, 1, num_tiles)
-    values = shared_values(given, tile, num_tiles, num_rows) | {
+    values = shared_values(args, tile, num_tiles, num_rows) | {
         "tiles_per_program": launch.tiles_per_program(batch * num_tiles),
         "alpha": alpha,
         "inverse_range": 1.0 / width,

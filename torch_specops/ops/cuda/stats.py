@@ -91,19 +91,19 @@ def stats_kernel(
     sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
 
 
-def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
+def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
     """The values that the kernels of `verify_exact` and `verify_block` share, by the names of their parameters."""
-    target, draft = given.target_logits, given.draft_logits
+    target, draft = args.target_logits, args.draft_logits
     batch, num_rows, vocab_size = target.shape
     num_drafts = num_rows - 1
-    rows = num_rows + num_drafts if draft is not None and given.draft_lse is None else num_rows
+    rows = num_rows + num_drafts if draft is not None and args.draft_lse is None else num_rows
     tile = tile or launch.tile_size(vocab_size, batch * rows)
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
-    filtered_draft = draft if given.filter_draft else None
-    bounds = filter_bounds(target, given.filters, filtered_draft, tile=tile) if given.filters.removes_tokens else None
-    return shared_values(given, tile, num_tiles, rows) | {
-        "draft_lse_ptr": launch.contiguous(given.draft_lse),
+    filtered_draft = draft if args.filter_draft else None
+    bounds = filter_bounds(target, args.filters, filtered_draft, tile=tile) if args.filters.removes_tokens else None
+    return shared_values(args, tile, num_tiles, rows) | {
+        "draft_lse_ptr": launch.contiguous(args.draft_lse),
         "bounds_ptr": bounds,
         "draft_bounds_ptr": None if filtered_draft is None else bounds,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
@@ -111,13 +111,13 @@ def exact_values(given: VerifyArguments, tile: int | None) -> dict[str, Any]:
     }
 
 
-def run_stats(given: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
+def run_stats(args: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
     """Launch the kernel that both ops begin with, on all rows or on the first so many of each side."""
-    batch, num_rows, _ = given.target_logits.shape
+    batch, num_rows, _ = args.target_logits.shape
     rows = values["rows_per_sequence"]
     sides = 1 if rows == num_rows else 2
     values = values | {
-        "draft_ptr": None if sides == 1 else given.draft_logits,
+        "draft_ptr": None if sides == 1 else args.draft_logits,
         "target_rows": first_rows or num_rows,
     }
     grid = (batch, values["num_tiles"], sides * first_rows if first_rows else rows)

@@ -310,7 +310,7 @@ def pick_token(weight, v, threshold):
 
 
 @triton.jit
-def arrives_last(count_ptr, num_programs):
+def is_last_program(count_ptr, num_programs):
     """True in the last program of a group to arrive; the stores of the others are visible to it. Each counts
     itself; the count is 0 before the first and behind the last. For numbers, which the thread that counts stores."""
     # The barrier is for its fellow threads. The atomic is a fence on both sides, and a barrier follows it.

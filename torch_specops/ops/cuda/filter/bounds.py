@@ -46,8 +46,8 @@ ROOM = 4
 FEW_GROUPS = 2048
 
 
-def cut_warps(lanes: int, is_contiguous: bool) -> int:
-    return 8 if lanes <= FEW_GROUPS and is_contiguous else 16
+def cut_warps(block_g: int, is_contiguous: bool) -> int:
+    return 8 if block_g <= FEW_GROUPS and is_contiguous else 16
 
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
@@ -84,7 +84,7 @@ def _search(
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    lanes = launch.lanes(num_groups)
+    block_g = launch.padded_power_of_2(num_groups)
     values = {
         "logits_ptr": logits,
         "draft_ptr": draft_logits,
@@ -112,7 +112,7 @@ def _search(
         "GROUP": group,
         "PART": part,
         "PART_SHIFT": (part * logits.element_size() // 16).bit_length() - 1,
-        "BLOCK_G": lanes,
+        "BLOCK_G": block_g,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))
-    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(lanes, logits.stride(2) == 1))
+    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(block_g, logits.stride(2) == 1))

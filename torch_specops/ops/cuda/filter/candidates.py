@@ -96,10 +96,10 @@ def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scalin
 @triton.jit
 def amount_from(key, held, count, is_mass, scaling):
     """How much of a list of `count` entries, or of those that it has room for, lies at a key and above it."""
-    value_ptr = held[1]
+    _, value_ptr, room = held
     lowest = key_value(key, value_ptr.dtype.element_ty)
     amount = tl.zeros((SEARCHED,), tl.float32)
-    count = tl.minimum(count, held[2])
+    count = tl.minimum(count, room)
     for start in range(0, count, SEARCHED):
         i = start + tl.arange(0, SEARCHED)
         x = widen(tl.load(value_ptr + i, mask=i < count, other=float("-inf")))
@@ -108,7 +108,7 @@ def amount_from(key, held, count, is_mass, scaling):
 
 
 @triton.jit
-def reach(low, high, wanted, held, count, is_mass, scaling):
+def bisect_cut(low, high, wanted, held, count, is_mass, scaling):
     """The highest key of low .. high - 1 such that what is wanted lies at it and above it; low if there is none."""
     middle = average(low, high)
     while middle > low:

@@ -5,7 +5,7 @@
    finds or above, and parts of groups whose maximum is below are not looked at again.
 2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
    `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
-3. `reach` bisects the keys that are left by the entries of the list: for top-k, then for top-p among what top-k kept.
+3. `bisect_cut` bisects the keys that are left, by the entries of the list: for top-k, then top-p among what it kept.
 4. Tokens at the cut stay in the order of descending id, as many as top-p needs (`first_kept_tie`).
 5. `lowest_likely` is the cut of min-p. The higher cut holds.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .. import launch
 from ..tiles import FLOAT32_TINY, INT32_MAX, inverse_temperature, row_lead, scale, store_pair, widen
-from .candidates import amount_from, collect, first_kept_tie, reach, write_down
+from .candidates import amount_from, bisect_cut, collect, first_kept_tie, write_down
 from .groups import find_row, is_filtered, is_lawful, lowest_candidate, total, weigh
 from .keys import average, key_value, lowest_key, order_key
 
@@ -31,15 +31,16 @@ SAMPLE = tl.constexpr(4096)
 def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
     """The part of keys low .. high - 1 around the key where a sample of one in `every` entries reaches the expected
     amount: as many keys as should leave a quarter of the room."""
-    margin = held[2] * 3 // 8 // every
+    _, _, room = held
+    margin = room * 3 // 8 // every
     if amount_from(low, held, count, False, scaling) > 2 * margin:
-        cut = reach(low, high, expected, held, count, is_mass, scaling)
+        cut = bisect_cut(low, high, expected, held, count, is_mass, scaling)
         rank = amount_from(cut, held, count, False, scaling)
-        high = reach(cut, high, rank - margin, held, count, False, scaling) + 1
-        low = reach(low, cut + 1, rank + margin, held, count, False, scaling)
+        high = bisect_cut(cut, high, rank - margin, held, count, False, scaling) + 1
+        low = bisect_cut(low, cut + 1, rank + margin, held, count, False, scaling)
         # Very many may be equal.
         num_between = amount_from(low, held, count, False, scaling) - amount_from(high, held, count, False, scaling)
-        too_many = num_between > held[2] // every
+        too_many = num_between > room // every
         low = tl.where(too_many, cut, low)
         high = tl.where(too_many, cut + 1, high)
     return low, high
@@ -58,14 +59,17 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
     part of `mass`, all that the parts have. If it is negative, top_p of what these keys have is wanted.
 
     Returns the keys, what lies above them, how many entries they have, and what was wanted."""
-    room = held[2]
+    row_ptr, _, _, _ = row
+    _, _, num_pieces = parts
+    _, _, room = held
+    DTYPE: tl.constexpr = row_ptr.dtype.element_ty
     above = 0.0
     low, high, every, count = lo, hi, 1, 0
-    num_entries = parts[2] * (128 // row[0].dtype.element_ty.primitive_bitwidth)
+    num_entries = num_pieces * (128 // DTYPE.primitive_bitwidth)
     # Only entries >= lo matter; if they are a minority of the row, the list likely has room.
     if (num_entries > 8 * room) & (wanted >= 0):
         every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
-        low = tl.where(is_mass, lowest_key(row[0].dtype.element_ty), lo)
+        low = tl.where(is_mass, lowest_key(DTYPE), lo)
     top = hi
     searching = 1
     while searching > 0:
@@ -159,11 +163,11 @@ def cut_kernel(
         # Groups are a multiple of four, so that four are loaded at once.
         first_group = tl.arange(0, BLOCK_G // 4) * 4
         group = first_group[:, None] + tl.arange(0, 4)[None, :]
-        given = (first_group < num_groups)[:, None]
+        is_group = (first_group < num_groups)[:, None]
         PARTS: tl.constexpr = GROUP // PART
         top_ptr = tl.multiple_of(top_ptr + program * num_groups * PARTS, 4 * PARTS * DTYPE.primitive_bitwidth // 8)
         part = first_group[:, None] * PARTS + tl.arange(0, 4 * PARTS)[None, :]
-        part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
+        part_top = widen(tl.load(top_ptr + part, mask=is_group, other=float("-inf")))
         top = tl.max(tl.reshape(part_top, (BLOCK_G // 4, 4, PARTS)), 2)
         finite = top > float("-inf")
         x_max = tl.max(tl.max(tl.where(finite, top, float("-inf")), 1), 0)
@@ -181,7 +185,7 @@ def cut_kernel(
                 if top_k == 0:
                     weight = weigh(top, scaling)
                     sum_ptr = tl.multiple_of(sum_ptr + program * num_groups, 16)
-                    sums = tl.load(sum_ptr + group, mask=given, other=0.0)
+                    sums = tl.load(sum_ptr + group, mask=is_group, other=0.0)
                     amount = tl.where(finite, sums * weight, 0.0)
                     rest = tl.maximum(amount - weight, 0.0)
                     mass = total(amount.to(tl.float64))
@@ -192,7 +196,7 @@ def cut_kernel(
             listed = finite & (top >= key_value(lo, DTYPE))
             mass = total(tl.where(listed, amount, 0.0))
             # Loaded again, so that they take no registers during the search.
-            part_top = widen(tl.load(top_ptr + part, mask=given, other=float("-inf")))
+            part_top = widen(tl.load(top_ptr + part, mask=is_group, other=float("-inf")))
             matters = (part_top > float("-inf")) & (part_top >= key_value(lo, DTYPE))
             part_ptr += program * num_groups * PARTS
             num_parts = write_down(part_ptr, first_group * PARTS, matters, 0, num_groups * PARTS, 4 * PARTS)
@@ -235,7 +239,7 @@ def cut_kernel(
                         lo, hi, above, count, wanted = find_window(
                             lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling
                         )
-                    lo = reach(lo, hi, wanted - above, held, count, is_mass, scaling)
+                    lo = bisect_cut(lo, hi, wanted - above, held, count, is_mass, scaling)
                     if is_mass:
                         # Keep the ties of highest id, as many as begin below the mass that is wanted.
                         above += amount_from(lo + 1, held, count, True, scaling)
