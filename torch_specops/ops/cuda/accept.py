@@ -128,26 +128,13 @@ def token_weights(z, z_max, z_sum):
 
 @triton.jit
 def accept_drafts(
-    i,
-    live,
-    b,
-    tokens_ptr,
-    target,
-    draft,
-    accept_uniforms_ptr,
-    draft_lse_ptr,
-    partial_ptr,
-    sizes,
-    temperature,
-    inverse_t,
-    lenience,
-    argmax_gap,
-    BLOCK_T: tl.constexpr,
+    i, live, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T: tl.constexpr
 ):
     """[WALK] whether drafts i of sequence b are accepted, if all before them are; False where not live."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
-    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr = draft
     num_drafts, _, num_tiles, rows_per_sequence, num_bounds = sizes
+    temperature, inverse_t, lenience, argmax_gap = rule
     x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
     target_row = b * rows_per_sequence + i
     bounds_row = b * num_bounds + i

@@ -42,20 +42,17 @@ from .residual import (
     draft_row_stats,
     draw_token,
     load_state,
-    scale_in_row,
-    subtract_draft,
+    sum_residual,
 )
 from .stats import exact_values, run_stats
 from .tiles import (
     exponential,
     inverse_temperature,
     is_last_program,
-    load_kept,
     load_partials,
     load_temperature,
     reciprocal,
     row_argmax,
-    row_lead,
     row_stats,
     store_pair,
 )
@@ -179,6 +176,47 @@ def reach_kernel(
         tl.store(num_accepted_ptr + b, tl.where(open, -1, n).to(tl.int64))
 
 
+@triton.jit
+def longest(
+    b,
+    accept_uniforms_ptr,
+    reach_ptr,
+    state_ptr,
+    mass_ptr,
+    draft,
+    sizes,
+    n,
+    BLOCK_T: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    """How many drafts of sequence b are accepted, by the residual masses of the rows that are left; at least n."""
+    draft_ptr, _, _, _, _, _ = draft
+    num_drafts, _, num_tiles, _, _ = sizes
+    first_draft = b * num_drafts
+    for start in range(0, num_drafts, WALK):
+        i = (start + tl.arange(0, WALK)).to(tl.int64)
+        reach = tl.load(reach_ptr + first_draft + i, mask=i < num_drafts, other=-1.0)
+        candidate = reach > 0
+        mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
+        total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
+        if draft_ptr is not None:
+            # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
+            state = state_ptr + (first_draft + i) * 4
+            p_shift = tl.load(state, mask=candidate, other=0.0)
+            p_weight = tl.load(state + 1, mask=candidate, other=1.0)
+            q_shift = tl.load(state + 2, mask=candidate, other=0.0)
+            q_weight = tl.load(state + 3, mask=candidate, other=0.0)
+            multiple = exponential(p_shift - q_shift) * (q_weight / p_weight)
+            total = tl.where(tl.max(differs, 1) > 0, total, reach - multiple)
+        total = tl.where(total > LEAST_RESIDUAL, total, 0.0)
+        u_ptr = accept_uniforms_ptr + first_draft + i - 1
+        u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
+        # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
+        accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
+        n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
+    return n
+
+
 @launch.jit
 def draw_kernel(
     target_ptr,  # [B, K+1, V]
@@ -219,70 +257,29 @@ def draw_kernel(
     tokens_ptr = draft_tokens_ptr + first_draft
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
+    target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
+    sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     n = tl.load(num_accepted_ptr + b)
     undecided = n < 0
 
     if undecided:
-        for draft in tl.range(tl.program_id(2), num_drafts, tl.num_programs(2)):
-            i = tl.cast(draft, tl.int64)
+        for k in tl.range(tl.program_id(2), num_drafts, tl.num_programs(2)):
+            i = tl.cast(k, tl.int64)
             row = first_draft + i
             reach = tl.load(reach_ptr + row)
             if reach > 0:
                 p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
-                p_weight = p_weight * reach.to(tl.float32)
-                bounds_row = b * num_bounds + i
-                row_ptr = target_ptr + (b * stride_target_b + i * stride_target_k)
-                lead = row_lead(row_ptr, stride_target_v)
-                end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
-                # Hoisted addresses made `ptxas` spill.
-                for tile in tl.range(first_tile, end, disable_licm=True):
-                    x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
-                    z_p = scale_in_row(x_p, inverse_t, p_shift)
-                    weight, differs = subtract_draft(
-                        exponential(z_p - p_shift) * p_weight,
-                        z_p,
-                        lead,
-                        tile,
-                        tokens_ptr + i,
-                        draft_ptr,
-                        b * stride_draft_b + i * stride_draft_k,
-                        stride_draft_v,
-                        vocab_size,
-                        inverse_t,
-                        draft_bounds_ptr,
-                        bounds_row + num_drafts + 1,
-                        q_shift,
-                        q_weight,
-                        TILE,
-                    )
-                    store_pair(mass_ptr + (row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
+                state = (p_shift, p_weight * reach.to(tl.float32), q_shift, q_weight)
+                masses = mass_ptr + row * num_tiles * 2
+                sum_residual(b, i, first_tile, tiles_per_program, masses, target, draft, sizes, inverse_t, state, TILE)
 
     if is_last_program(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
         # Reload n to save a register.
         n = tl.load(num_accepted_ptr + b)
         undecided = n < 0
         if undecided:
-            for start in range(0, num_drafts, WALK):
-                i = (start + tl.arange(0, WALK)).to(tl.int64)
-                reach = tl.load(reach_ptr + first_draft + i, mask=i < num_drafts, other=-1.0)
-                candidate = reach > 0
-                mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
-                total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
-                if draft_ptr is not None:
-                    # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
-                    state = state_ptr + (first_draft + i) * 4
-                    p_shift = tl.load(state, mask=candidate, other=0.0)
-                    p_weight = tl.load(state + 1, mask=candidate, other=1.0)
-                    q_shift = tl.load(state + 2, mask=candidate, other=0.0)
-                    q_weight = tl.load(state + 3, mask=candidate, other=0.0)
-                    multiple = exponential(p_shift - q_shift) * (q_weight / p_weight)
-                    total = tl.where(tl.max(differs, 1) > 0, total, reach - multiple)
-                total = tl.where(total > LEAST_RESIDUAL, total, 0.0)
-                u_ptr = accept_uniforms_ptr + first_draft + i - 1
-                u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
-                # Where P = 1 all that is accepted later is accepted here too, also where the residual is empty.
-                accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
-                n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
+            n = longest(b, accept_uniforms_ptr, reach_ptr, state_ptr, mass_ptr, draft, sizes, n, BLOCK_T, WALK)
             tl.store(num_accepted_ptr + b, n)
         store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
         next_token = -1
@@ -304,15 +301,11 @@ def draw_kernel(
                 mass_ptr + (first_draft + n) * num_tiles * 2,
                 undecided,
                 partial_ptr,
-                (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr),
-                tokens_ptr,
-                (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr),
-                (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds),
+                target,
+                draft,
+                sizes,
                 inverse_t,
-                p_shift,
-                p_weight,
-                q_shift,
-                q_weight,
+                (p_shift, p_weight, q_shift, q_weight),
                 TILE,
                 BLOCK_T,
             )

@@ -38,17 +38,14 @@ from torch import Tensor
 from ..arguments import VerifyArguments
 from . import launch
 from .accept import accept_drafts, accepted_prefix_length, count_valid, store_accepted, store_next
-from .residual import draft_row_stats, draw_token, load_state, scale_in_row, subtract_draft
+from .residual import draft_row_stats, draw_token, load_state, sum_residual
 from .stats import exact_values, run_stats, sum_tile
 from .tiles import (
-    exponential,
     inverse_temperature,
     is_last_program,
-    load_kept,
     load_temperature,
     reciprocal,
     row_argmax,
-    row_lead,
     row_stats,
     store_pair,
 )
@@ -99,33 +96,67 @@ def rest_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
+    rule = (temperature, inverse_t, lenience, argmax_gap)
     i = tl.arange(0, FIRST_ROWS).to(tl.int64)
+    live = i < tl.where(temperature >= 0, num_valid, 0)
     accepted = accept_drafts(
-        i,
-        i < tl.where(temperature >= 0, num_valid, 0),
-        b,
-        tokens_ptr,
-        target,
-        draft,
-        accept_uniforms_ptr,
-        draft_lse_ptr,
-        partial_ptr,
-        sizes,
-        temperature,
-        inverse_t,
-        lenience,
-        argmax_gap,
-        BLOCK_T,
+        i, live, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T
     )
     if draft_lse_ptr is not None:
         # Its rows need no sums.
-        draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+        draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
     if accepted_prefix_length(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
             row = tl.where(r <= num_drafts, r, r + FIRST_ROWS)
             sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
+
+
+@triton.jit
+def walk(
+    reachable,
+    b,
+    target,
+    draft,
+    draft_lse_ptr,
+    accept_uniforms_ptr,
+    partial_ptr,
+    sizes,
+    rule,
+    BLOCK_T: tl.constexpr,
+    WALK: tl.constexpr,
+):
+    """How many of the first `reachable` drafts of sequence b are accepted; nothing is live behind a failure."""
+    num_drafts, _, _, _, _ = sizes
+    _, _, _, _, bounds_ptr = target
+    _, _, _, argmax_gap = rule
+    n = tl.zeros((), tl.int64)
+    # All drafts are visited, because a loop whose end depends on the data would make every reduction in it a call. The
+    # loop mostly takes one turn, and addresses of bounds that were hoisted out of it made `ptxas` spill.
+    for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
+        i = (start + tl.arange(0, WALK)).to(tl.int64)
+        live = i < reachable
+        accepted = accept_drafts(
+            i, live, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T
+        )
+        run = accepted_prefix_length(accepted)
+        n += run
+        reachable = tl.where(run == WALK, reachable, 0)
+    return n
+
+
+@triton.jit
+def draft_state(b, n, partial_ptr, draft, draft_lse_ptr, sizes, BLOCK_T: tl.constexpr):
+    """q_shift and q_weight of draft row n of sequence b; zeros for a one-hot draft."""
+    draft_ptr, _, _, _, _, _ = draft
+    num_drafts, _, num_tiles, rows_per_sequence, _ = sizes
+    q_shift, q_weight = 0.0, 0.0
+    if draft_ptr is not None:
+        row = b * rows_per_sequence + n + (num_drafts + 1)
+        q_shift, q_sum = draft_row_stats(partial_ptr, row, draft_lse_ptr, b * num_drafts + n, num_tiles, BLOCK_T)
+        q_weight = reciprocal(q_sum)
+    return q_shift, q_weight
 
 
 @launch.jit
@@ -175,87 +206,30 @@ def draw_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
+    rule = (temperature, inverse_t, lenience, argmax_gap)
 
-    # The walk; nothing is live behind a failure. All drafts are visited, because a loop whose end depends on the data
-    # would make every reduction in it a call. The loop mostly takes one turn, and addresses of bounds that were hoisted
-    # out of it made `ptxas` spill.
-    n = tl.zeros((), tl.int64)
     reachable = tl.where(temperature >= 0, num_valid, 0)
-    for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
-        i = (start + tl.arange(0, WALK)).to(tl.int64)
-        accepted = accept_drafts(
-            i,
-            i < reachable,
-            b,
-            tokens_ptr,
-            target,
-            draft,
-            accept_uniforms_ptr,
-            draft_lse_ptr,
-            partial_ptr,
-            sizes,
-            temperature,
-            inverse_t,
-            lenience,
-            argmax_gap,
-            BLOCK_T,
-        )
-        run = accepted_prefix_length(accepted)
-        n += run
-        reachable = tl.where(run == WALK, reachable, 0)
-
+    n = walk(reachable, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T, WALK)
     if first_tile == 0:
         tl.store(num_accepted_ptr + b, n)
         store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
 
-    # The residual, after a rejection.
     mass_ptr += b * num_tiles * 2
     state_ptr += b * 4
     if temperature > 0:
-        target_row = b * rows_per_sequence + n
-        p_shift, p_sum = row_stats(partial_ptr, target_row, num_tiles, BLOCK_T)
+        p_shift, p_sum = row_stats(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
         p_weight = reciprocal(p_sum)
         if first_tile == 0:
             store_pair(state_ptr, p_shift, p_weight)
             store_pair(state_ptr + 2, 0.0, 0.0)
         if n < num_valid:
-            bounds_row = b * num_bounds + n
-            draft_row = num_drafts + 1
-            q_shift, q_weight = 0.0, 0.0
-            if draft_ptr is not None:
-                q_shift, q_sum = draft_row_stats(
-                    partial_ptr, target_row + draft_row, draft_lse_ptr, b * num_drafts + n, num_tiles, BLOCK_T
-                )
-                q_weight = reciprocal(q_sum)
+            q_shift, q_weight = draft_state(b, n, partial_ptr, draft, draft_lse_ptr, sizes, BLOCK_T)
             if first_tile == 0:
                 store_pair(state_ptr + 2, q_shift, q_weight)
-            row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
-            lead = row_lead(row_ptr, stride_target_v)
-            # Hoisted addresses would spill here too.
-            end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
-            for tile in tl.range(first_tile, end, disable_licm=True):
-                x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
-                z_p = scale_in_row(x_p, inverse_t, p_shift)
-                weight, differs = subtract_draft(
-                    exponential(z_p - p_shift) * p_weight,
-                    z_p,
-                    lead,
-                    tile,
-                    tokens_ptr + n,
-                    draft_ptr,
-                    b * stride_draft_b + n * stride_draft_k,
-                    stride_draft_v,
-                    vocab_size,
-                    inverse_t,
-                    draft_bounds_ptr,
-                    bounds_row + draft_row,
-                    q_shift,
-                    q_weight,
-                    TILE,
-                )
-                store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
+            state = (p_shift, p_weight, q_shift, q_weight)
+            sum_residual(b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE)
 
     if is_last_program(count_ptr + b, tl.num_programs(1)):
         # Reload these to save registers: values loaded before the branch would occupy them until here.
@@ -266,7 +240,6 @@ def draw_kernel(
         if temperature == 0:
             next_token = row_argmax(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
         if temperature > 0:
-            p_shift, p_weight, q_shift, q_weight = load_state(state_ptr)
             next_token = draw_token(
                 tl.load(sample_uniforms_ptr + b),
                 b,
@@ -275,14 +248,10 @@ def draw_kernel(
                 n < num_valid,
                 partial_ptr,
                 target,
-                tokens_ptr,
                 draft,
                 sizes,
                 inverse_t,
-                p_shift,
-                p_weight,
-                q_shift,
-                q_weight,
+                load_state(state_ptr),
                 TILE,
                 BLOCK_T,
             )

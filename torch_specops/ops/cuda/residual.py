@@ -19,6 +19,7 @@ from .tiles import (
     row_lead,
     row_stats,
     scale,
+    store_pair,
     tile_tokens,
 )
 
@@ -60,7 +61,7 @@ def draft_row_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tile
 
 @triton.jit
 def load_state(state_ptr):
-    """p_shift, p_weight, q_shift, q_weight of a pair of rows."""
+    """The state of a pair of rows: p_shift, p_weight, q_shift, q_weight."""
     return tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2), tl.load(state_ptr + 3)
 
 
@@ -73,44 +74,45 @@ def scale_in_row(x, inverse_t, shift):
 
 
 @triton.jit
-def subtract_draft(
-    p,
-    z_p,
-    lead,
-    tile,
-    token_ptr,
-    draft_ptr,
-    draft_offset,
-    stride_draft_v,
-    vocab_size,
-    inverse_t,
-    draft_bounds_ptr,
-    draft_bounds_row,
-    q_shift,
-    q_weight,
-    TILE: tl.constexpr,
-):
-    """[TILE] max(p - q, 0), and whether the two rows differ in this tile at all. Equal logits mean that q is a multiple
-    of p, which the difference of two rounded distributions need not show: their sums may have been taken in another
-    order, or come with `draft_lse`."""
+def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TILE: tl.constexpr):
+    """[TILE] max(p - q, 0) of rows n of sequence b, and whether the two differ in this tile at all. Equal logits mean
+    that q is a multiple of p, which the difference of two rounded distributions need not show: their sums may have been
+    taken in another order, or come with `draft_lse`."""
+    draft_ptr, stride_b, stride_k, stride_v, bounds_ptr, tokens_ptr = draft
+    num_drafts, vocab_size, _, _, num_bounds = sizes
+    _, _, q_shift, q_weight = state
     if draft_ptr is None:
-        token = tl.load(token_ptr).to(tl.int32)
+        token = tl.load(tokens_ptr + n).to(tl.int32)
         weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), 1.0
     else:
-        x_q = load_kept_beside(
-            draft_ptr + draft_offset,
-            stride_draft_v,
-            lead,
-            vocab_size,
-            tile,
-            draft_bounds_ptr,
-            draft_bounds_row,
-            TILE,
-        )
+        row_ptr = draft_ptr + (b * stride_b + n * stride_k)
+        bounds_row = b * num_bounds + n + (num_drafts + 1)
+        x_q = load_kept_beside(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
         z_q = scale_in_row(x_q, inverse_t, q_shift)
         weight = tl.maximum(p - exponential(z_q - q_shift) * q_weight, 0.0)
         differs = tl.max((z_p != z_q).to(tl.int32), 0).to(tl.float32)
     return weight, differs
+
+
+@triton.jit
+def sum_residual(
+    b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE: tl.constexpr
+):
+    """Store what the residual of rows n of sequence b weighs in each of a program's tiles, and whether p and q differ
+    there."""
+    target_ptr, stride_b, stride_k, stride_v, bounds_ptr = target
+    _, vocab_size, num_tiles, _, num_bounds = sizes
+    p_shift, p_weight, _, _ = state
+    row_ptr = target_ptr + (b * stride_b + n * stride_k)
+    lead = row_lead(row_ptr, stride_v)
+    end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
+    # Hoisted addresses made `ptxas` spill.
+    for tile in tl.range(first_tile, end, disable_licm=True):
+        x_p = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, b * num_bounds + n, TILE)
+        z_p = scale_in_row(x_p, inverse_t, p_shift)
+        p = exponential(z_p - p_shift) * p_weight
+        weight, differs = subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TILE)
+        store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
 
 
 @triton.jit
@@ -122,22 +124,18 @@ def draw_token(
     weighed,
     partial_ptr,
     target,
-    tokens_ptr,
     draft,
     sizes,
     inverse_t,
-    p_shift,
-    p_weight,
-    q_shift,
-    q_weight,
+    state,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """The next token, by rows n of sequence b: the tile that the uniform falls into, then the token in it. It is drawn
     from the residual if its masses were summed (`weighed`) and there are any, else from p."""
-    target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
-    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
-    num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
+    target_ptr, stride_b, stride_k, stride_v, bounds_ptr = target
+    _, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
+    p_shift, p_weight, _, _ = state
     index = tl.arange(0, BLOCK_T)
     summed = index < tl.where(weighed, num_tiles, 0)
     residual = tl.load(mass_ptr + index * 2, mask=summed, other=0.0)
@@ -147,28 +145,11 @@ def draw_token(
     p_mass = tl.max(tile_sum * exponential(tile_max - p_shift) * p_weight, 0)
     tile, threshold = pick_tile(tl.where(has_residual, residual, p_mass), uniform)
 
-    row_ptr = target_ptr + (b * stride_target_b + n * stride_target_k)
-    lead = row_lead(row_ptr, stride_target_v)
-    bounds_row = b * num_bounds + n
-    x_p = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+    row_ptr = target_ptr + (b * stride_b + n * stride_k)
+    lead = row_lead(row_ptr, stride_v)
+    x_p = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, b * num_bounds + n, TILE)
     z_p = scale_in_row(x_p, inverse_t, p_shift)
     weight = exponential(z_p - p_shift) * p_weight
     if has_residual:
-        weight, _ = subtract_draft(
-            weight,
-            z_p,
-            lead,
-            tile,
-            tokens_ptr + n,
-            draft_ptr,
-            b * stride_draft_b + n * stride_draft_k,
-            stride_draft_v,
-            vocab_size,
-            inverse_t,
-            draft_bounds_ptr,
-            bounds_row + num_drafts + 1,
-            q_shift,
-            q_weight,
-            TILE,
-        )
+        weight, _ = subtract_draft(weight, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TILE)
     return pick_token(weight, tile_tokens(lead, tile, TILE), threshold)

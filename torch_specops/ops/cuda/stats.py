@@ -28,7 +28,7 @@ from .tiles import (
 def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE: tl.constexpr):
     """Store the partials of a tile of sequence b: of the K + 1 target rows and then K draft rows, the row-th."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
-    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr = draft
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, _ = draft
     num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
     partial_ptr += ((b * rows_per_sequence + row) * num_tiles + tile) * 2
     bounds_row = b * num_bounds + row
@@ -83,10 +83,11 @@ def stats_kernel(
     tl.store(count_ptr + b, 0, mask=(tile == 0) & (r == 0))
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
-    num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
+    tokens_ptr = draft_tokens_ptr + b * num_drafts
+    num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
     row = tl.where(r < target_rows, r, r + (num_drafts + 1 - target_rows))
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
 
