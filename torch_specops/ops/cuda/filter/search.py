@@ -25,6 +25,8 @@ TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
 # Entries from which a program guesses where the cut is.
 SAMPLE = tl.constexpr(4096)
+# The phases of the search: the cut of top-k, the cut of top-p, and which of the tokens at the cut top-p keeps.
+TOP_K, TOP_P, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -94,6 +96,20 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
             # A guess that was wrong is not repeated.
             low, high = average(lo, hi), hi
     return lo, hi, above, count, wanted
+
+
+@triton.jit
+def count_left_out(cut, above, wanted, held, count, scaling):
+    """How many of the tokens at the cut top-p leaves out: it keeps as many as begin below the mass that is wanted."""
+    _, value_ptr, room = held
+    above += amount_from(cut + 1, held, count, True, scaling)
+    num_ties = amount_from(cut, held, count, False, scaling)
+    num_ties -= amount_from(cut + 1, held, count, False, scaling)
+    if count > room:
+        num_ties = count.to(tl.float32)
+    tie_weight = weigh(key_value(cut, value_ptr.dtype.element_ty), scaling).to(tl.float64)
+    num_kept = tl.maximum(tl.ceil(((wanted - above) / tie_weight).to(tl.float32)), 1.0)
+    return tl.maximum(num_ties - num_kept, 0.0).to(tl.int32)
 
 
 @triton.jit
@@ -213,11 +229,12 @@ def cut_kernel(
             hi = highest + 1
             count = places + 1
             skipped = 0
-            # Top-k, top-p, and of the tokens at the cut the first that top-p keeps. Torch does not follow what comes
+            # A loop, so that the code of the two searches is there once, and because torch does not follow what comes
             # from the round before (see above), but what comes from a function that was given the row.
-            for search in range(3):
-                is_mass = search == 1
-                if search == 2:
+            for phase in range(3):
+                is_mass = phase == TOP_P
+                if phase == TIES:
+                    # The ties of highest id are kept.
                     if skipped > 0:
                         if count > places:
                             collect(lo, lo + 1, 1, skipped, False, parts, row, held, True, scaling)
@@ -227,6 +244,7 @@ def cut_kernel(
                     wanted = tl.where(is_mass, wanted_mass, top_k.to(tl.float64))
                     above = 0.0
                     if hi <= highest:
+                        # The list ends below the highest key.
                         hi = highest + 1
                         count = places + 1
                     if is_mass & (top_k > 0):
@@ -241,15 +259,7 @@ def cut_kernel(
                         )
                     lo = bisect_cut(lo, hi, wanted - above, held, count, is_mass, scaling)
                     if is_mass:
-                        # Keep the ties of highest id, as many as begin below the mass that is wanted.
-                        above += amount_from(lo + 1, held, count, True, scaling)
-                        num_ties = amount_from(lo, held, count, False, scaling)
-                        num_ties -= amount_from(lo + 1, held, count, False, scaling)
-                        if count > places:
-                            num_ties = count.to(tl.float32)
-                        tie_weight = weigh(key_value(lo, DTYPE), scaling).to(tl.float64)
-                        num_kept = tl.maximum(tl.ceil(((wanted - above) / tie_weight).to(tl.float32)), 1.0)
-                        skipped = tl.maximum(num_ties - num_kept, 0.0).to(tl.int32)
+                        skipped = count_left_out(lo, above, wanted, held, count, scaling)
         if min_p_ptr is not None:
             if min_p > 0:
                 likely = lowest_likely(lo, highest, min_p, scaling, DTYPE)
