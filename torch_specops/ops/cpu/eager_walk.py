@@ -132,17 +132,14 @@ class Drafts:
             q_weights = q.weights.squeeze(1)
         # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
         minus_q = q_weights.mul_(q.factors(drafts, -1.0))
-        # Equal logits mean q = c reach p, which rounding would hide, and a residual of (1 - c) reach p. Rows without a
-        # finite entry have a c of NaN.
-        rests = {
-            row: max(0.0, 1.0 + float(minus_q[row].amin() / (p_weights[row].amax() * p_factors[row])))
-            for row, ((b, i), (c, j)) in enumerate(zip(where, drafts, strict=True))
-            if p.maximum[b][i] == q.maximum[c][j] and torch.equal(p.z[b, i], q.z[c, j])
-        }
-        weights = minus_q.addcmul_(p_weights, p_factors).clamp_(min=0)
-        for row, rest in rests.items():
-            weights[row] = p_weights[row] * p_factors[row] * rest
-        return weights
+        for row, ((b, i), (c, j)) in enumerate(zip(where, drafts, strict=True)):
+            if p.maximum[b][i] == q.maximum[c][j] and torch.equal(p.z[b, i], q.z[c, j]):
+                # Equal logits mean q = m reach p, which rounding would hide, and a residual of (1 - m) reach p. In rows
+                # without a finite entry m is NaN.
+                minus_m = float(minus_q[row].amin() / (p_weights[row].amax() * p_factors[row]))
+                p_factors[row] *= max(0.0, 1.0 + minus_m)
+                minus_q[row] = 0.0
+        return minus_q.addcmul_(p_weights, p_factors).clamp_(min=0)
 
     def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
         """The draft rows of N rows (b, i) of p, as one row of each of N sequences."""
