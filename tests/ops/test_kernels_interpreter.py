@@ -39,7 +39,7 @@ FEW_FILTERS = (
     "three rows of bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_zero_maxima,"
     "filters_strided,filters_nonfinite,min_p,tie_top_p_met"
 )
-FEW_VERIFY = FEW + ",pad_ragged,tie_u_zero,masked_token,uniforms_out_of_range_masked"
+FEW_VERIFY = FEW + ",pad_ragged,exact_u_is_p_over_q,tie_u_zero,masked_token,uniforms_out_of_range_masked"
 FEW_GUMBEL = (
     "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,"
     "k0,k8,hot_overflow,cold,filters_temperature"

@@ -32,7 +32,7 @@ Options = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. Rounding may decide where a name starts with
-    "tie_"."""
+    "tie_", and decides nothing where it starts with "exact_"."""
 
     name: str
     op: str
@@ -93,7 +93,8 @@ def mixed_inputs(op: str, count: int) -> Iterator[Case]:
     """Cases with the options of three cases each, on few tokens."""
     for number in range(count):
         choice = random.Random(f"{op} {number}")
-        names = choice.sample(sorted(case_names(op)), 3)
+        # With other options nothing is exact.
+        names = choice.sample(sorted(name for name in case_names(op) if not name.startswith("exact_")), 3)
         options = {key: value for name in names for key, value in CASES[name].items()}
         if options.get("one_hot") or any("overflow" in name for name in names):
             # Float32 does not hold the lse of such large logits closely enough.
@@ -283,6 +284,7 @@ CASES: dict[str, Options] = {
     "bad_temperature": {"temperature": (-1.0, NAN, 1.0, 0.0, -INF, 0.5)},
     "opposite": {"edit": edits.opposite},
     "plateaus": {"edit": edits.plateaus},
+    "exact_u_is_p_over_q": {"accept": (0.5, 0.25, 0.125, 0.5 - 2.0**-25, 0.125 - 2.0**-27), "edit": edits.halves},
     "tie_u_zero": {"accept": (0.0,), "edit": edits.mask},
     "tie_s_zero": {"sample": (0.0,), "edit": edits.opposite},
     "tie_below_one": {"accept": (BELOW_ONE,), "sample": (BELOW_ONE,)},
