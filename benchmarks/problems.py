@@ -16,21 +16,16 @@ quantiles of that law, in random order. A single sequence gets its median.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from timing import number_of_sets
 from torch import Tensor
 
-# The comparison with the float64 reference is that of the tests.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-from oracle import Case, compare
-
 import torch_specops
+from torch_specops.testing import Case, compare
 
 Inputs = dict[str, Tensor]
 Result = tuple[Tensor, Tensor]

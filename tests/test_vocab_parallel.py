@@ -15,7 +15,6 @@ import torch.distributed as dist
 from chains import TRIALS, Uniforms, V, chain_p_values, emit, expect_caught, expect_laws, tables
 from marks import slow
 from op_cases import check, equal
-from oracle import Case, sample_inputs
 from report import Report
 from sharded import NUM_RANKS, Result, Split, agreed, base_case, in_ranks, run_cases
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_specops import vocab_parallel
 from torch_specops.ops.cpu import walk
+from torch_specops.testing import Case, sample_inputs
 
 all_gather = vocab_parallel._all_gather
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import op_cases
-import oracle
 import torch
-from oracle import case_names
-from oracle.cases import CASES
 from torch import Tensor
 
 import torch_specops
+from torch_specops import testing
+from torch_specops.testing.cases import CASES, case_names
 
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
 
@@ -120,10 +119,10 @@ def is_smoke(op: str, vocab_size: int, name: str) -> bool:
 
 def case_of(
     op: str, vocab_size: int, name: str | None = None, *, device: str = "cuda", limits: dict[str, int] | None = None
-) -> oracle.Case:
+) -> testing.Case:
     """The case of that name, or the typical one of the op. `limits`: the most rows and drafts."""
     limits = size("limits of a case") if limits is None else limits
-    (case,) = oracle.sample_inputs(op, device=device, vocab_sizes=[vocab_size], names=[name or TYPICAL[op]], **limits)
+    (case,) = testing.sample_inputs(op, device=device, vocab_sizes=[vocab_size], names=[name or TYPICAL[op]], **limits)
     return case
 
 
@@ -162,7 +161,7 @@ def filters(rows: int, names: str = "top_k top_p min_p") -> dict[str, Tensor]:
     }
 
 
-def call(case: oracle.Case) -> tuple[Tensor, ...]:
+def call(case: testing.Case) -> tuple[Tensor, ...]:
     return op_cases.call(case.op, case.args)
 
 

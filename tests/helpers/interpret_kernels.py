@@ -19,13 +19,13 @@ from unittest import mock
 import attention_cases
 import numpy as np
 import op_cases
-import oracle
 import torch
 import triton
 import triton.language as tl
 import triton_interpreter
 from torch import Tensor
 
+from torch_specops import testing
 from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
 from torch_specops.ops.cuda import attention, block, exact, filter, gumbel, launch, sample, sigmoid
 
@@ -84,14 +84,14 @@ def compare_ops(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> dict[s
     named = kind.removeprefix(THREE_ROWS)
     names = None if named in ("plain", "filtered") else named.split(",")
     max_rows = 3 if kind != named else None
-    for case in oracle.sample_inputs(op, vocab_sizes=vocab_sizes, names=names, max_rows=max_rows):
+    for case in testing.sample_inputs(op, vocab_sizes=vocab_sizes, names=names, max_rows=max_rows):
         if names is None and FILTERS.isdisjoint(case.args) != (kind == "plain"):
             continue
         if op.startswith("verify") and not FILTERS.isdisjoint(case.args):
             shift_rows(case.args)
-        with oracle.poison_memory():
+        with testing.poison_memory():
             result = run(op, case.args, tile)
-        comparison = oracle.compare(case, result)
+        comparison = testing.compare(case, result)
         totals["cases"] += 1
         totals["rows"] += comparison.rows
         totals["rounding"] += comparison.rounding
@@ -107,7 +107,7 @@ def compare_attention() -> dict[str, float]:
         # Of several parts some are without a slot.
         attention.RESIDENT_PROGRAMS = 8 * (index + 1) if several else 1
         arguments = case.arguments()
-        with oracle.poison_memory():
+        with testing.poison_memory():
             output = attention.attend(*arguments)
         errors[f"{case}, several parts: {several}"] = case.error(output)
         if case.dtype == torch.float32:

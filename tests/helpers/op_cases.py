@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from oracle import Case, compare, poison_memory
 from report import Report
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_specops
 from torch_specops.ops import cpu
 from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
+from torch_specops.testing import Case, compare, poison_memory
 
 VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel")
 OPS = (*VERIFY_OPS, "sample", "sample_gumbel", "filter_logits")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oracle import Case, Comparison
+from torch_specops.testing import Case, Comparison
 
 
 @dataclass

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from op_cases import op_arguments
-from oracle import Case, poison_memory
 from torch import Tensor
 
 from torch_specops import vocab_parallel
+from torch_specops.testing import Case, poison_memory
 
 NUM_RANKS = 4
 # Two of the four, so that a rank of the group is not the rank of the process.

@@ -14,7 +14,7 @@ from report import Report
 from torch import Tensor
 
 import torch_specops
-from torch_specops.testing import chi_square
+from torch_specops.testing import chi_square, verify_with_mistake
 
 pytestmark = pytest.mark.usefixtures("short_tiles")
 
@@ -143,60 +143,29 @@ def test_sigmoid_verification_follows_its_law_and_is_lossy(report: Report) -> No
     expect_caught(report, "verify_sigmoid as lossless", {"token 1": chi_square(counts, p)})
 
 
-def residual_replaced_by_p(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """After a rejection the next token is drawn from p."""
-    output, n = torch_specops.verify_exact(**args)
-    rows = torch.arange(len(n))
-    from_p, _ = torch_specops.sample(args["target_logits"][rows, n], args["sample_uniforms"], args["temperature"])
-    output[rows, n] = from_p
-    return output, n
+def mistaken(mistake: str) -> Verify:
+    return lambda propose, **args: verify_with_mistake(mistake, **args)
 
 
-def reusing(reused: str, name: str) -> Verify:
-    """The draft's uniforms, or those of the acceptance tests, are used once more, as the argument `name`."""
+def reusing_the_drafts(name: str) -> Verify:
+    """The draft's uniforms are used once more, as the argument `name`."""
 
     def verify(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-        numbers = propose if reused == "propose" else args[reused]
-        return torch_specops.verify_exact(**args | {name: numbers[:, 0] if name == "sample_uniforms" else numbers})
+        return torch_specops.verify_exact(**args | {name: propose[:, 0] if name == "sample_uniforms" else propose})
 
     return verify
-
-
-def probabilities_of_drafts(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """[B, K] p(x) and q(x)."""
-    p, q = (torch.softmax(args[name].float(), -1) for name in ("target_logits", "draft_logits"))
-    x = args["draft_tokens"].unsqueeze(-1)
-    return p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
-
-
-def accepting(accepted: Tensor, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The op with uniforms that pass or, where q(x) > p(x), fail its test."""
-    return torch_specops.verify_exact(**args | {"accept_uniforms": torch.where(accepted, 0.0, 1.0 - 2.0**-24)})
-
-
-def walk_that_does_not_stop(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """Counts acceptances after a rejection too."""
-    p_x, q_x = probabilities_of_drafts(args)
-    independent = args["accept_uniforms"] * q_x < p_x
-    return accepting(torch.arange(p_x.shape[1]) < independent.sum(1, keepdim=True), args)
-
-
-def rejection_with_the_complement(propose: Tensor, **args: Any) -> tuple[Tensor, Tensor]:
-    """Rejects at u > 1 - p / q where q > p, which has the probability p / q."""
-    p_x, q_x = probabilities_of_drafts(args)
-    return accepting((q_x <= p_x) | (args["accept_uniforms"] < 1 - p_x / q_x), args)
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "draft_kind"),
     [
-        ("p in place of the residual", residual_replaced_by_p, "opposite"),
-        slow("p in place of the residual", residual_replaced_by_p, "one-hot"),
-        slow("the draft's number draws the next token", reusing("propose", "sample_uniforms"), "opposite"),
-        ("the test's number draws the next token", reusing("accept_uniforms", "sample_uniforms"), "opposite"),
-        ("the draft's number in the test", reusing("propose", "accept_uniforms"), "opposite"),
-        ("a walk that does not stop", walk_that_does_not_stop, "close"),
-        slow("rejection at u > 1 - p / q", rejection_with_the_complement, "close"),
+        ("p in place of the residual", mistaken("p in place of the residual"), "opposite"),
+        slow("p in place of the residual", mistaken("p in place of the residual"), "one-hot"),
+        slow("the draft's number draws the next token", reusing_the_drafts("sample_uniforms"), "opposite"),
+        ("the test's number draws the next token", mistaken("u draws the next token"), "opposite"),
+        ("the draft's number in the test", reusing_the_drafts("accept_uniforms"), "opposite"),
+        ("a walk that does not stop", mistaken("counts all acceptances"), "close"),
+        slow("rejection at u > 1 - p / q", mistaken("u < 1 - p / q where q > p"), "close"),
     ],
 )
 def test_wrong_sampler_is_caught(name: str, wrong: Verify, draft_kind: str, report: Report) -> None:

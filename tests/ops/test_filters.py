@@ -13,7 +13,6 @@ import torch
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from op_cases import FILTERS, check, op_arguments, results
-from oracle import case_names, compare, sample_inputs
 from report import Report
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -21,6 +20,8 @@ from torch._dynamo.backends.common import aot_autograd
 import torch_specops
 from torch_specops import reference
 from torch_specops.ops.cpu import filters as dense_filters
+from torch_specops.testing import compare, sample_inputs
+from torch_specops.testing.cases import case_names
 
 INF, NAN = math.inf, math.nan
 LARGEST = torch.finfo(torch.float32).max

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import gpu_suite
-import oracle
 import pytest
 import torch
 from attention_cases import CASES, AttentionCase
@@ -16,6 +15,7 @@ from report import Report
 from torch import Tensor
 
 import torch_specops
+from torch_specops import testing
 from torch_specops.ops.attention import attend
 from torch_specops.testing import chi_square
 
@@ -41,9 +41,9 @@ assert gpu_suite.STAND_IN or sum(bool(each.marks) for each in ORACLE_CASES) == 3
 @pytest.mark.parametrize("op, cases, name", ORACLE_CASES)
 def test_cuda_agrees_with_the_oracle_and_the_cpu(op: str, cases: CaseSet, name: str, report: Report) -> None:
     case = case_of(op, cases.vocab_size, name, limits=cases.limits)
-    with oracle.poison_memory():
+    with testing.poison_memory():
         got = call(case)
-    comparison = oracle.compare(case, got)
+    comparison = testing.compare(case, got)
     report.add(case, comparison)
     assert comparison.wrong == []
 
@@ -54,13 +54,13 @@ def test_cuda_agrees_with_the_oracle_and_the_cpu(op: str, cases: CaseSet, name: 
         if op == "filter_logits" or not a.is_floating_point():
             differs |= (a != b.cpu()).flatten(1).any(1) if a.dim() > 1 else a != b.cpu()
     # Where rounding may decide, CPU and CUDA may differ.
-    assert not differs.any() or not (differs & ~oracle.rounding_rows(case)).any()
+    assert not differs.any() or not (differs & ~testing.rounding_rows(case)).any()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_agrees_with_the_oracle(case: AttentionCase) -> None:
     """Slots outside of all spans are NaN: they are not read."""
-    with oracle.poison_memory():
+    with testing.poison_memory():
         output = attend(*case.arguments("cuda"))
     assert case.error(output) <= 1
     assert torch.equal(output, attend(*case.arguments("cuda")))
@@ -116,7 +116,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert (output_tokens[:-4, 0] == 5).all()
 
 
-def launches(case: oracle.Case) -> list[str]:
+def launches(case: testing.Case) -> list[str]:
     """The kernels of one call, by name."""
     call(case)
     torch.cuda.synchronize()

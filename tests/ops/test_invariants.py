@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from op_cases import VERIFY_OPS, call, check, results
-from oracle import mixed_inputs
 from report import Report
 from torch import Tensor
+
+from torch_specops.testing.cases import mixed_inputs
 
 OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 NUM_CASES = 60

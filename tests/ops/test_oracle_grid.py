@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from op_cases import OPS, VERIFY_OPS, call, call_traced, check, results
-from oracle import Case, Comparison, compare, poison_memory, rounding_rows, sample_inputs
 from report import Report
 from torch import Tensor
 
@@ -21,6 +20,16 @@ import torch_specops
 from torch_specops import reference
 from torch_specops.ops.arguments import Filters
 from torch_specops.ops.cpu import eager_rows, filters
+from torch_specops.testing import (
+    MISTAKES,
+    Case,
+    Comparison,
+    compare,
+    poison_memory,
+    rounding_rows,
+    sample_inputs,
+    verify_with_mistake,
+)
 
 DRAWING_OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 # Some of the cases only: the oracle is slow. "hot" has nearly equal weights, which a prefix sum in float32 would lose.
@@ -171,56 +180,12 @@ def test_wrong_implementation_is_caught(op: str) -> None:
         assert any(compare(case, oracle_with(mistake, op, case.args)).wrong for case in cases()), mistake
 
 
-def own_exact(mistake: str, **args: Tensor) -> tuple[Tensor, Tensor]:
-    """`verify_exact` of plain batches (softmax drafts, no padding, no temperature), with a mistake or none."""
-    p, q = (args[name].double().softmax(-1) for name in ("target_logits", "draft_logits"))
-    x, u, s = args["draft_tokens"].unsqueeze(-1), args["accept_uniforms"], args["sample_uniforms"].unsqueeze(-1)
-    num_drafts, rows = x.shape[1], torch.arange(len(x))
-    p_x, q_x = p[:, :-1].gather(2, x).squeeze(-1), q.gather(2, x).squeeze(-1)
-    acceptance = {
-        "u < p": u < p_x,
-        "u < q / p": u * p_x < q_x,
-        "u < (p / q) ** 2": u < (p_x / q_x) ** 2,
-        "u < min(p / q, 0.9)": u < (p_x / q_x).clamp(max=0.9),
-        "p of the row after": u * q_x < p[:, 1:].gather(2, x).squeeze(-1),
-        "q of another token": u * q.gather(2, x.roll(1, 1)).squeeze(-1) < p_x,
-    }
-    accepted = acceptance.get(mistake, u * q_x < p_x)
-    n = accepted.sum(1) if mistake == "counts all acceptances" else accepted.long().cumprod(1).sum(1)
-    p_n, q_n = p[rows, n], torch.nn.functional.pad(q, (0, 0, 0, 1))[rows, n]
-    row_weights = {
-        "p in place of the residual": p_n,
-        "|p - q|": (p_n - q_n).abs(),
-        "q - p": torch.where((n < num_drafts).unsqueeze(-1), (q_n - p_n).clamp(min=0), p_n),
-        "residual of the first row": (p[:, 0] - q[:, 0]).clamp(min=0),
-        "q of the row before": (p_n - q[rows, (n - 1).clamp(min=0)]).clamp(min=0),
-        "bonus from the row before": torch.where((n < num_drafts).unsqueeze(-1), (p_n - q_n).clamp(min=0), p[:, -2]),
-    }
-    weights = row_weights.get(mistake, (p_n - q_n).clamp(min=0))
-    sums, total = weights.cumsum(-1), weights.sum(-1, keepdim=True)
-    above = {
-        "1 - s": sums > (1 - s) * total,
-        "sum before the token": sums - weights > s * total,
-        "not normalised": sums > s,
-    }
-    next_token = above.get(mistake, sums > s * total).int().argmax(-1)
-    output = torch.where(torch.arange(num_drafts + 1) < n.unsqueeze(-1), torch.nn.functional.pad(x[..., 0], (0, 1)), -1)
-    output[rows, n] = next_token
-    return output, n
-
-
-MISTAKES = (
-    "u < p; u < q / p; u < (p / q) ** 2; u < min(p / q, 0.9); p of the row after; q of another token; "
-    "counts all acceptances; p in place of the residual; |p - q|; q - p; residual of the first row; "
-    "q of the row before; bonus from the row before; 1 - s; sum before the token; not normalised"
-)
-
-
 def test_wrong_spelling_is_caught() -> None:
     """What a loop written by hand may get wrong. Without a mistake nothing is wrong."""
     cases = [next(sample_inputs("verify_exact", vocab_sizes=[17], seed=seed, names=["k3"])) for seed in range(6)]
-    for mistake in ("", *MISTAKES.split("; ")):
-        assert any(compare(case, own_exact(mistake, **case.args)).wrong for case in cases) == bool(mistake), mistake
+    for mistake in (None, *MISTAKES):
+        wrong = any(compare(case, verify_with_mistake(mistake, **case.args)).wrong for case in cases)
+        assert wrong == (mistake is not None), mistake
 
 
 def test_a_boundary_belongs_to_the_token_above_it() -> None:

@@ -12,12 +12,12 @@ import torch
 from chains import Uniforms, chain_p_values, emit, expect_caught, tables
 from chains import short_tiles as short_tiles
 from op_cases import call, call_traced, results
-from oracle import Case, compare, sample_inputs
 from report import Report
 from torch import Tensor
 
 import torch_specops
 from torch_specops import reference
+from torch_specops.testing import Case, compare, sample_inputs
 
 INF, NAN = math.inf, math.nan
 

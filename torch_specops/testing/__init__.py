@@ -1,15 +1,23 @@
 """Is a decoding loop lossless? `check_lossless` runs it many times and compares its tokens with the target's law;
-`check_engine` does the same for an engine, at each of its sampling settings.
+`check_engine` does the same for an engine, at each of its sampling settings. Is a verify op right? `sample_inputs` has
+calls of it, `compare` the comparison with the float64 oracle, and `verify_with_mistake` what a test has to find.
 
 docs/testing.md says how to use them and what their numbers mean.
 """
 
+from .cases import Case, sample_inputs
 from .check import check_engine, check_lossless
+from .comparison import Comparison, compare, rounding_rows
 from .markov import MarkovModel, markov_pair
+from .memory import poison_memory
+from .mistakes import MISTAKES, verify_with_mistake
 from .report import EngineReport, LawTest, LosslessReport
 from .statistics import chi_square
 
 __all__ = [
+    "MISTAKES",
+    "Case",
+    "Comparison",
     "EngineReport",
     "LawTest",
     "LosslessReport",
@@ -17,5 +25,10 @@ __all__ = [
     "check_engine",
     "check_lossless",
     "chi_square",
+    "compare",
     "markov_pair",
+    "poison_memory",
+    "rounding_rows",
+    "sample_inputs",
+    "verify_with_mistake",
 ]

@@ -25,8 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from torch_specops import reference
-
+from .. import reference
 from .cases import Case, on_cpu, oracle
 
 BELOW_ONE = 1.0 - 2.0**-53

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_specops import reference
-
+from .. import reference
 from . import edits
 
 BELOW_ONE = 1.0 - 2.0**-24
@@ -76,6 +75,16 @@ def sample_inputs(
     Yields:
         Cases of 0 to 8 rows. Drafts are sampled from the draft's distribution where the case does not say otherwise.
             Of `verify_gumbel`, four in five are what the oracle draws.
+
+    Raises:
+        ValueError: an op without cases.
+
+    Examples:
+        >>> import torch_specops
+        >>> from torch_specops.testing import compare, sample_inputs
+        >>> for case in sample_inputs("verify_exact", vocab_sizes=[17]):
+        ...     found = compare(case, torch_specops.verify_exact(**case.args))   # or an op of your own
+        ...     assert not found.wrong, (case.name, found.wrong)
     """
     for vocab_size, name in itertools.product(vocab_sizes, case_names(op)):
         if names is not None and name not in names:
@@ -106,6 +115,8 @@ def mixed_inputs(op: str, count: int) -> Iterator[Case]:
 
 def case_names(op: str) -> list[str]:
     """The cases whose options the op has."""
+    if op not in OPTIONS:
+        raise ValueError(f"op: expected one of {', '.join(OPTIONS)}, got {op!r}")
     return [name for name, options in CASES.items() if options.keys() <= OPTIONS[op]]
 
 
@@ -159,8 +170,8 @@ def _verify_arguments(
     target, draft = target.to(dtypes[0]), draft.to(dtypes[1])
 
     row_dtypes = {"top_k": torch.int64}
-    rows = {"temperature": temperature} if temperature is not None else {}
-    rows = {key: _cycle(x, batch).to(row_dtypes.get(key, torch.float32)) for key, x in (rows | (filters or {})).items()}
+    values = ({} if temperature is None else {"temperature": temperature}) | (filters or {})
+    rows = {key: _cycle(x, batch).to(row_dtypes.get(key, torch.float32)) for key, x in values.items()}
     draft_rows = {key: x for key, x in rows.items() if key == "temperature"} if filter_draft is False else rows
     drafted, draft_lse = reference.sample(
         (target[:, :num_drafts] if one_hot else draft).flatten(0, 1),
