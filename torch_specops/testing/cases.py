@@ -292,7 +292,7 @@ CASES: dict[str, Options] = {
     "cold": {"temperature": (1e-3, 0.05)},
     "hot": {"temperature": (100.0, 7.0)},
     "hot_overflow": {"temperature": (2.0**127, 3e38, 2.0**126, INF), "edit": edits.overflow},
-    "bad_temperature": {"temperature": (-1.0, NAN, 1.0, 0.0, -INF, 0.5)},
+    "bad_temperature": {"temperature": (-0.5, NAN, 1.0, 0.0, -INF, 0.5)},
     "opposite": {"edit": edits.opposite},
     "plateaus": {"edit": edits.plateaus},
     "exact_u_is_p_over_q": {"accept": (0.5, 0.25, 0.125, 0.5 - 2.0**-25, 0.125 - 2.0**-27), "edit": edits.halves},
