@@ -393,7 +393,7 @@ CASES: dict[str, Options] = {
     "lenience_lse": {"lenience": 0.3, "lse": (0.0,), "temperature": MIXED_TEMPERATURE},
     "argmax_lenience": {"argmax_lenience": 0.3, "temperature": (0.0,), "noise": (0.3, 1.0), "num_drafts": 8},
     "argmax_lenience_mixed": {"argmax_lenience": 0.01, "temperature": MIXED_TEMPERATURE, "lenience": 0.5},
-    "argmax_lenience_plateaus": {"argmax_lenience": 0.9, "temperature": (0.0,), "edit": edits.plateaus},
+    "argmax_lenience_plateaus": {"argmax_lenience": math.exp(-1.0), "temperature": (0.0,), "edit": edits.plateaus},
     "argmax_lenience_masked": {
         "argmax_lenience": 1e-6,
         "temperature": (0.0,),
