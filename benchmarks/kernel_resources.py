@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -28,8 +30,9 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_specops.ops.cuda import accept, attention, block, exact, gumbel, launch, sample, sigmoid, stats
-from torch_specops.ops.cuda.filter import bounds, groups, logits, search
+from torch_specops.ops import cuda
+from torch_specops.ops.cuda import accept, attention, exact, launch, sample, stats
+from torch_specops.ops.cuda.filter import bounds, groups, search
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -37,24 +40,24 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-KERNELS = {
-    "verify_exact.stats": stats.stats_kernel,
-    "verify_exact.rest": exact.rest_kernel,
-    "verify_exact.draw": exact.draw_kernel,
-    "verify_block.reach": block.reach_kernel,
-    "verify_block.draw": block.draw_kernel,
-    "verify_sigmoid.score": sigmoid.score_kernel,
-    "verify_sigmoid.draw": sigmoid.draw_kernel,
-    "verify_gumbel.score": gumbel.score_kernel,
-    "verify_gumbel.match": gumbel.match_kernel,
-    "sample.stats": sample.stats_kernel,
-    "sample.draw": sample.draw_kernel,
-    "filter.group": groups.group_kernel,
-    "filter.cut": search.cut_kernel,
-    "filter.mask": logits.mask_kernel,
-    "attend.parts": attention.attend_kernel,
-    "attend.join": attention.join_kernel,
-}
+# Where the first part of a kernel's name is not "verify_" and its module.
+PREFIXES = {"stats": "verify_exact", "sample": "sample", "filter": "filter", "attention": "attend"}
+
+
+def kernels() -> dict[str, Any]:
+    """Every kernel of the package, by the op that launches it."""
+    found = {}
+    for info in pkgutil.walk_packages(cuda.__path__, f"{cuda.__name__}."):
+        room = info.name.removeprefix(f"{cuda.__name__}.").split(".")[0]
+        for name, kernel in vars(importlib.import_module(info.name)).items():
+            if name.endswith("_kernel") and kernel.fn.__module__ == info.name:
+                found[f"{PREFIXES.get(room, f'verify_{room}')}.{name.removesuffix('_kernel')}"] = kernel
+    return found
+
+
+KERNELS = kernels()
+# Its name in the result files.
+KERNELS["attend.parts"] = KERNELS.pop("attend.attend")
 DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
 TILES = (launch.MAX_TILE, launch.MAX_TILE // 2, launch.MIN_TILE)
 # With the partials of a row of 256,000 entries, as the default has them.

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from . import ops
 from .ops import private
 
 __all__ = ["absorb", "install", "uninstall"]
@@ -51,8 +52,7 @@ CustomGraphPass: Any
 config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
 # A graph names an op or its only overload.
-_OPS: set[Any] = {_specops.verify_exact, _specops.verify_block, _specops.verify_sigmoid, _specops.verify_gumbel}
-_OPS |= {_specops.sample, _specops.sample_gumbel}
+_OPS: set[Any] = {getattr(_specops, name) for name in ops.__all__ if name != "filter_logits"}
 _OPS |= {op.default for op in _OPS}
 # Methods by their names. The dtypes and shapes of input and result tell what a call really does.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}

@@ -24,15 +24,7 @@ from torch_specops.testing.cases import CASES, case_names
 STAND_IN = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
 
 # Of each op, the case with the most in it that is cheap to check: greedy and sampled rows, filters where there are any.
-TYPICAL = {
-    "verify_exact": "filters_temperature",
-    "verify_block": "bf16_fp16",
-    "verify_sigmoid": "bf16_fp16",
-    "verify_gumbel": "filters_temperature",
-    "sample": "filters_temperature",
-    "sample_gumbel": "filters_temperature",
-    "filter_logits": "filters_temperature",
-}
+TYPICAL = dict.fromkeys(op_cases.OPS, "filters_temperature") | dict.fromkeys(op_cases.VERIFY_OPS[1:3], "bf16_fp16")
 
 # Of a test or of a kind of tests: what it takes on a device, and under the stand-in, where Triton's interpreter
 # executes the kernels.

@@ -9,6 +9,7 @@ KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for tho
 with commas between; after "three rows of " each case has no more of them.
 """
 
+import importlib
 import itertools
 import json
 import sys
@@ -26,8 +27,8 @@ import triton_interpreter
 from torch import Tensor
 
 from torch_specops import testing
-from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
-from torch_specops.ops.cuda import attention, block, exact, filter, gumbel, launch, sample, sigmoid
+from torch_specops.ops.arguments import Filters, GumbelArguments, VerifyArguments
+from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, sample
 
 FILTERS = {"top_k", "top_p", "min_p"}
 THREE_ROWS = "three rows of "
@@ -35,16 +36,14 @@ THREE_ROWS = "three rows of "
 
 def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
     """The launcher of an op, given the op's arguments."""
-    if op == "verify_gumbel":
-        return gumbel.verify_gumbel(GumbelArguments(**args), tile=tile)
     if op == "sample_gumbel":
         rest = dict(args)
         given = GumbelArguments(rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(len(args["seeds"]), 0), **rest)
         return (gumbel.verify_gumbel(given, tile=tile)[0].squeeze(1),)
     if op.startswith("verify"):
-        given = SigmoidArguments(**args) if op == "verify_sigmoid" else VerifyArguments(**args)
-        module = {"verify_exact": exact, "verify_block": block, "verify_sigmoid": sigmoid}[op]
-        result = getattr(module, op)(given, tile=tile)
+        launcher = getattr(importlib.import_module(f"torch_specops.ops.cuda.{op.removeprefix('verify_')}"), op)
+        given = launcher.__annotations__["args"](**args)
+        result = launcher(given, tile=tile)
         if op == "verify_exact":
             with mock.patch.object(exact, "EARLY_EXIT_TILES", 1):
                 early = exact.verify_exact(given, tile=tile)

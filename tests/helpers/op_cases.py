@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_specops
-from torch_specops.ops import cpu
-from torch_specops.ops.arguments import Filters, GumbelArguments, SigmoidArguments, VerifyArguments
+from torch_specops import ops
+from torch_specops.ops.registration import bodies
 from torch_specops.testing import Case, compare, poison_memory
 
-VERIFY_OPS = ("verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel")
-OPS = (*VERIFY_OPS, "sample", "sample_gumbel", "filter_logits")
+# In the order of their registration.
+OPS = tuple(name.removeprefix("specops::") for name in bodies if name.removeprefix("specops::") in ops.__all__)
+VERIFY_OPS = tuple(op for op in OPS if op.startswith("verify"))
 FILTERS = ("top_k", "top_p", "min_p")
 # Seeds and positions, of which all words count.
 NOISE_PLACES = [(0, 0), (7, 2**32 - 1), (-1, 5), (2**62 + 12345, 2**40 + 3), (-(2**63), 2**63 - 1)]
@@ -109,18 +111,10 @@ class _WithoutValues(TorchDispatchMode):
 
 def call_traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The same by the dense form that is traced, which has to do without looking at values."""
+    bound = inspect.signature(getattr(torch_specops, op)).bind(**arguments)
+    bound.apply_defaults()
     with _WithoutValues():
-        if op == "sample_gumbel":
-            no_drafts = arguments["seeds"].new_empty(len(arguments["seeds"]), 0)
-            rest = dict(arguments)
-            given = GumbelArguments(rest.pop("logits").unsqueeze(1), no_drafts, **rest)
-            return (cpu.verify_gumbel(given)[0].squeeze(1),)
-        if op in VERIFY_OPS:
-            kinds = {"verify_sigmoid": SigmoidArguments, "verify_gumbel": GumbelArguments}
-            return getattr(cpu, op)(kinds.get(op, VerifyArguments)(**arguments))
-        rest = dict(arguments)
-        filters = Filters(**{name: rest.pop(name) for name in Filters._fields if name in rest})
-        outputs = getattr(cpu, op)(*rest.values(), filters)
+        outputs = bodies[f"specops::{op}"](*bound.args)
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
-from . import arguments, cpu
+from . import arguments
 from .arguments import Filters, PerRow, SigmoidArguments, VerifyArguments
+from .cpu import block, exact, sigmoid
+from .cpu import filters as cpu_filters
+from .cpu import sample as cpu_sample
 from .registration import register_op
 from .tracing import on_device_of
 
@@ -319,7 +322,7 @@ def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
     args = VerifyArguments(*values)
     arguments.check_verify_exact(args)
     if args.target_logits.device.type != "cuda":
-        return cpu.verify_exact(args)
+        return exact.verify_exact(args)
     from .cuda.exact import verify_exact as launch
 
     with on_device_of(args.target_logits):
@@ -332,7 +335,7 @@ def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
     args = VerifyArguments(*values[:11])._replace(filter_draft=all(values[11:]))
     arguments.check_verify_block(args)
     if args.target_logits.device.type != "cuda":
-        return cpu.verify_block(args)
+        return block.verify_block(args)
     from .cuda.block import verify_block as launch
 
     with on_device_of(args.target_logits):
@@ -344,7 +347,7 @@ def _verify_sigmoid(*values: Any) -> tuple[Tensor, Tensor]:
     args = SigmoidArguments(*values)
     arguments.check_verify_sigmoid(args)
     if args.target_logits.device.type != "cuda":
-        return cpu.verify_sigmoid(args)
+        return sigmoid.verify_sigmoid(args)
     from .cuda.sigmoid import verify_sigmoid as launch
 
     with on_device_of(args.target_logits):
@@ -356,7 +359,7 @@ def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tenso
     filters = Filters(*args)
     arguments.check_sample(logits, uniforms, filters)
     if logits.device.type != "cuda":
-        return cpu.sample(logits, uniforms, filters)
+        return cpu_sample.sample(logits, uniforms, filters)
     from .cuda.sample import sample as launch
 
     with on_device_of(logits):
@@ -368,7 +371,7 @@ def _filter_logits(logits: Tensor, *args: Any) -> Tensor:
     filters = Filters(*args)
     arguments.check_filter_logits(logits, filters)
     if logits.device.type != "cuda":
-        return cpu.filter_logits(logits, filters)
+        return cpu_filters.filter_logits(logits, filters)
     from .cuda.filter import filter_logits as launch
 
     with on_device_of(logits):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
-from . import arguments, cpu
+from . import arguments
 from .arguments import Filters, GumbelArguments, PerRow
+from .cpu import gumbel
 from .registration import register_op
 from .tracing import on_device_of
 
@@ -144,7 +145,7 @@ def _verify_gumbel(*values: Any) -> tuple[Tensor, Tensor]:
 
 def _verify(args: GumbelArguments) -> tuple[Tensor, Tensor]:
     if args.target_logits.device.type != "cuda":
-        return cpu.verify_gumbel(args)
+        return gumbel.verify_gumbel(args)
     from .cuda.gumbel import verify_gumbel as launch
 
     with on_device_of(args.target_logits):

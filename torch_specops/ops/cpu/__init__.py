@@ -8,12 +8,3 @@ Symbols as in docs/math.md: p is the target's distribution, q the draft's, x the
 temperature. Logits are scaled and exponentiated in float32; sums, distribution functions and the few probabilities that
 decide an acceptance are float64. The distribution is as in `reference.py`.
 """
-
-from .block import verify_block
-from .exact import verify_exact
-from .filters import filter_logits
-from .gumbel import verify_gumbel
-from .sample import sample
-from .sigmoid import verify_sigmoid
-
-__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_gumbel", "verify_sigmoid"]
