@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from engines import Row, tiny_pair
+from engines import Row, law_of, tiny_pair
 from torch import Tensor
 
 from torch_specops import SamplingParams, filter_logits
@@ -21,7 +21,8 @@ MISTAKES = {
 
 class Control:
     def __init__(self, mistake: str) -> None:
-        self.target, self._draft = tiny_pair()
+        self._target, self._draft = tiny_pair()
+        self.law = law_of(self._target)
         self._mistake = mistake
         self.steps = self.tokens = 0
 
@@ -48,10 +49,10 @@ class Control:
         laws = []
         for _ in range(num_drafts):
             logits = self._draft(text).logits[:, -1:]
-            law = law_of(logits, params)[:, 0]
+            law = probabilities(logits, params)[:, 0]
             text = torch.cat([text, torch.multinomial(law, 1, generator=generator)], 1)
             laws.append(torch.softmax(logits[:, 0], -1) if self._mistake == "raw-q" else law)
-        p = law_of(self.target(text).logits[:, start - 1 :], params)
+        p = probabilities(self._target(text).logits[:, start - 1 :], params)
         tokens = torch.full((len(text), num_drafts + 1), -1)
         num_accepted = torch.zeros(len(text), dtype=torch.int64)
         weights = p[:, -1].clone()
@@ -71,7 +72,7 @@ class Control:
         return tokens
 
 
-def law_of(logits: Tensor, params: SamplingParams) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """[N, t, V] probabilities that the parameters sample from."""
     filters = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
     kept = filter_logits(logits.flatten(0, 1), **filters).view(logits.shape)

@@ -28,15 +28,19 @@ SETTINGS_TOP_P = {
 }
 
 
+# Texts [N, t] -> logits [N, V] of the next token.
+Law = Callable[[Tensor], Tensor]
+
+
 class Engine(Protocol):
     """Continues prompts.
 
     Attributes:
-        target: the model whose law is to be kept.
+        law: that of the target, before temperature and filters.
         steps, tokens: how often the target has read, summed over texts, and how many tokens came of it; 0 = not known.
     """
 
-    target: nn.Module
+    law: Law
     steps: int
     tokens: int
 
@@ -64,17 +68,6 @@ class Row:
     trials: int
     settings: Mapping[str, SamplingParams] = field(default_factory=lambda: SETTINGS)
     greedy: bool = True
-
-
-class Counter:
-    """Counts the forwards of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.calls = 0
-        model.register_forward_pre_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
 
 
 @torch.no_grad()
@@ -121,11 +114,5 @@ def tiny_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, draft
 
 
-@torch.no_grad()
-def greedy_text(target: nn.Module, prompt: Sequence[int], length: int) -> list[int]:
-    """The target's own greedy text, from forwards of the whole text without a cache."""
-    text = torch.tensor([list(prompt)])
-    for _ in range(length):
-        logits: Tensor = target(text, use_cache=False).logits[:, -1]
-        text = torch.cat([text, logits.argmax(-1, keepdim=True)], 1)
-    return text[0, len(prompt) :].tolist()
+def law_of(target: nn.Module) -> Law:
+    return lambda text: target(text, use_cache=False).logits[:, -1]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from engines import NUM_DRAFT_TOKENS, SETTINGS_TOP_P, Row, tiny_pair
+from engines import NUM_DRAFT_TOKENS, SETTINGS_TOP_P, Row, law_of, tiny_pair
 
 from torch_specops import SamplingParams
 
@@ -19,11 +19,12 @@ class Economize:
     def __init__(self, make: Callable[[Any], Any], **options: Any) -> None:
         import economize
 
-        self.target, draft = tiny_pair()
+        target, draft = tiny_pair()
+        self.law = law_of(target)
         self._options = {"cycle_length": NUM_DRAFT_TOKENS + 1} | options
         self._folder = tempfile.TemporaryDirectory(prefix="economize_")
         draft.save_pretrained(self._folder.name)
-        self._model = economize.apply(self.target, make(self._folder.name))
+        self._model = economize.apply(target, make(self._folder.name))
         self.steps = self.tokens = 0
 
     def __call__(

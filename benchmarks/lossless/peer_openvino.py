@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import NUM_DRAFT_TOKENS, VOCAB, Row, tiny_pair
+from engines import NUM_DRAFT_TOKENS, Row, law_of, tiny_pair
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from torch_specops import SamplingParams
 
@@ -23,7 +24,7 @@ LAYER |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 
 
 def write_gguf(model: PreTrainedModel, path: Path) -> None:
-    """A Qwen3 whose weights float16 can hold, with a tokenizer of one letter for each token."""
+    """A Qwen3 whose weights float16 can hold, with a tokenizer that is not used: OpenVINO wants one that knows all bytes."""
     import gguf
 
     config, writer = model.config, gguf.GGUFWriter(path, "qwen3")
@@ -41,12 +42,12 @@ def write_gguf(model: PreTrainedModel, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([chr(ord("a") + token) for token in range(VOCAB)])
-    # OpenVINO's tokenizer needs a special token.
-    writer.add_token_types([gguf.TokenType.NORMAL] * (VOCAB - 1) + [gguf.TokenType.CONTROL])
+    letters = [*bytes_to_unicode().values(), "ab"]
+    writer.add_token_list([*letters, "<end>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(letters) + [gguf.TokenType.CONTROL])
     writer.add_token_merges(["a b"])
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
-        add(VOCAB - 1)
+        add(len(letters))
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")
         if module not in NAMES:
@@ -67,11 +68,12 @@ class OpenVino:
     def __init__(self, drafts: str) -> None:
         import openvino_genai
 
-        self.target, draft = tiny_pair()
+        target, draft = tiny_pair()
+        self.law = law_of(target)
         self._drafts = drafts
         self._folder = tempfile.TemporaryDirectory(prefix="openvino_")
         folders = [Path(self._folder.name) / name for name in ("target", "draft")]
-        for model, folder in zip((self.target, draft), folders, strict=True):
+        for model, folder in zip((target, draft), folders, strict=True):
             folder.mkdir()
             write_gguf(model, folder / "model.gguf")
             # A draft is not read from a GGUF file, but from what is saved here.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from engines import NUM_DRAFT_TOKENS, VOCAB, Counter, Row, randomised, tiny_pair
+from engines import NUM_DRAFT_TOKENS, VOCAB, Row, law_of, randomised, tiny_pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -26,16 +26,16 @@ class Generate:
     """`generate` of the target that `make` gives, with the keywords that `make` gives."""
 
     def __init__(self, make: Callable[[], tuple[PreTrainedModel, dict[str, Any]]]) -> None:
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()
-        self.target, self._helper = make()
-        self._forwards = Counter(self.target)
+        self._target, self._helper = make()
+        self.law = law_of(self._target)
+        self._calls = 0
+        self._target.register_forward_pre_hook(self._count)
         self.steps = self.tokens = 0
 
     def __call__(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], seeds: Sequence[int], length: int
     ) -> list[list[int]]:
-        texts, before = [], self._forwards.calls
+        texts, before = [], self._calls
         for prompt, each, seed in zip(prompts, params, seeds, strict=True):
             torch.manual_seed(seed)
             sampling: dict[str, Any] = {"do_sample": False}
@@ -44,15 +44,18 @@ class Generate:
                 sampling |= {"top_k": each.top_k, "top_p": each.top_p}
             ids = torch.tensor([prompt])
             limits = {"max_new_tokens": length, "pad_token_id": 0}
-            output: Tensor = self.target.generate(
+            output: Tensor = self._target.generate(
                 ids, attention_mask=torch.ones_like(ids), **limits, **sampling, **self._helper
             )
             texts.append(output[0, len(prompt) :].tolist())
         # With an early exit the drafts are forwards of the target too.
         if "assistant_early_exit" not in self._helper:
-            self.steps += self._forwards.calls - before
+            self.steps += self._calls - before
             self.tokens += sum(map(len, texts))
         return texts
+
+    def _count(self, *_: Any) -> None:
+        self._calls += 1
 
 
 def with_constant_drafts(draft: PreTrainedModel) -> PreTrainedModel:
@@ -162,6 +165,6 @@ def make(way: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], needed: str)
 
 
 ROWS = {
-    f"transformers-{name}": Row("transformers", words, partial(make, way, needed), 2_000)
+    f"transformers-{name}": Row("transformers", words, partial(make, way, needed), 1_000)
     for name, (words, way, needed) in WAYS.items()
 }

@@ -7,16 +7,42 @@ from functools import partial
 from typing import Any
 
 import torch
-from engines import NUM_DRAFT_TOKENS, Row, tiny_pair
+from engines import NUM_DRAFT_TOKENS, Row, law_of, tiny_pair
+from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder, Verifier
 from torch_specops.drafts import PromptLookup
 
 
+class NoRepeats:
+    """A grammar in which no token follows itself."""
+
+    def __init__(self, last: int) -> None:
+        self._text = [last]
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        bitmask[row, 0] = ~(1 << self._text[-1])
+
+    def accept(self, token: int) -> bool:
+        is_right = token != self._text[-1]
+        self._text += [token] * is_right
+        return is_right
+
+    def rollback(self, count: int) -> None:
+        del self._text[len(self._text) - count :]
+
+
+def without_repeats(text: Tensor, logits: Tensor) -> Tensor:
+    return logits.scatter(1, text[:, -1:], -torch.inf)
+
+
 class Package:
-    def __init__(self, drafts: Callable[[Any], Any], **settings: Any) -> None:
-        self.target, draft = tiny_pair()
-        self._decoder = SpeculativeDecoder(self.target, drafts(draft), num_draft_tokens=NUM_DRAFT_TOKENS, **settings)
+    def __init__(self, drafts: Callable[[Any], Any], has_grammar: bool = False, **settings: Any) -> None:
+        target, draft = tiny_pair()
+        own = law_of(target)
+        self._has_grammar = has_grammar
+        self.law = (lambda text: without_repeats(text, own(text))) if has_grammar else own
+        self._decoder = SpeculativeDecoder(target, drafts(draft), num_draft_tokens=NUM_DRAFT_TOKENS, **settings)
         self.steps = self.tokens = 0
 
     def __call__(
@@ -34,6 +60,7 @@ class Package:
             ),
             seed=list(seeds),
             eos_token_id=(),
+            grammar=[NoRepeats(prompt[-1]) for prompt in prompts] if self._has_grammar else None,
         )
         self.steps += output.stats.num_row_steps
         self.tokens += output.stats.num_tokens
@@ -60,7 +87,7 @@ WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
         for name, way, drafts in (("draft", "draft model", itself), ("lookup", "prompt lookup", lookup))
         for verify in ("exact", "block", "gumbel")
     },
-    "lookup-auto": ("prompt lookup, as it comes (schedule auto)", lookup, {}),
+    "draft-grammar": ("draft model in a grammar, verify exact", itself, {"has_grammar": True, "verify": "exact"}),
     "draft-compiled": ("draft model, verify exact, compiled", itself, {"verify": "exact", "compile": True}),
     "draft-sigmoid": ("draft model, verify sigmoid, lossy by design", itself, {"verify": "sigmoid"}),
     "draft-lenient": ("draft model, lenience 0.5, lossy by design", itself, {"verify": Verifier(lenience=0.5)}),
