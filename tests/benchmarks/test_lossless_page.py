@@ -1,0 +1,30 @@
+"""docs/lossless.md has the table of its result file, and the script behind it catches a wrong sampler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmark_scripts import needs_benchmarks, script
+
+pytestmark = needs_benchmarks
+
+
+def test_the_page_has_the_table_of_the_results() -> None:
+    page = script("page")
+    records = json.loads(page.RESULT.read_text())["records"]
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.rewritten(text, records) == text
+    # A changed record changes the page.
+    records[0]["settings"]["T = 1"]["tests"][0]["p_value"] = 0.0
+    assert page.rewritten(text, records) != text
+
+
+def test_the_script_catches_a_wrong_sampler_and_keeps_other_rows(tmp_path: Path) -> None:
+    run, out = script("lossless_run"), tmp_path / "out.json"
+    for name, rejected in (("control-no-q", True), ("specops-draft-exact", False), ("control-right", False)):
+        run.main(["--row", name, "--trials", "500", "--out", str(out)])
+        records = {record["row"]: record for record in json.loads(out.read_text())["records"]}
+        assert {each["rejected"] for each in records[name]["settings"].values()} == {rejected}
+    assert list(records) == ["control-right", "control-no-q", "specops-draft-exact"]
+    assert records["specops-draft-exact"]["greedy"] == {"equal": 32, "texts": 32}
