@@ -80,6 +80,6 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 ROWS = {
-    f"control-{name}": Row("", f"a step in plain PyTorch, {way}", partial(Control, name), 20_000, greedy=False)
+    f"control-{name}": Row("", f"a step in plain PyTorch, {way}", partial(Control, name), 10_000, greedy=False)
     for name, way in MISTAKES.items()
 }

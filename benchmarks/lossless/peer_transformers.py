@@ -165,6 +165,6 @@ def make(way: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], needed: str)
 
 
 ROWS = {
-    f"transformers-{name}": Row("transformers", words, partial(make, way, needed), 1_000)
+    f"transformers-{name}": Row("transformers", words, partial(make, way, needed), 800)
     for name, (words, way, needed) in WAYS.items()
 }

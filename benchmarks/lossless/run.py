@@ -44,7 +44,7 @@ ROWS: dict[str, Row] = {
 }
 # Tokens that are tested, and that an engine makes: the end of a text cuts no drafts of those that are tested.
 NUM_TOKENS, NUM_NEW = 4, 6
-GREEDY_TEXTS, GREEDY_TOKENS = 32, 32
+GREEDY_TEXTS, GREEDY_TOKENS = 20, 24
 FIELDS = "name", "total_variation", "expected_total_variation", "p_value", "detectable_total_variation", "impossible"
 
 

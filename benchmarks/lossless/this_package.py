@@ -93,6 +93,6 @@ WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "draft-lenient": ("draft model, lenience 0.5, lossy by design", itself, {"verify": Verifier(lenience=0.5)}),
 }
 ROWS = {
-    f"specops-{name}": Row("torch-specops", way, partial(Package, drafts, **settings), 20_000)
+    f"specops-{name}": Row("torch-specops", way, partial(Package, drafts, **settings), 10_000)
     for name, (way, drafts, settings) in WAYS.items()
 }

@@ -27,4 +27,4 @@ def test_the_script_catches_a_wrong_sampler_and_keeps_other_rows(tmp_path: Path)
         records = {record["row"]: record for record in json.loads(out.read_text())["records"]}
         assert {each["rejected"] for each in records[name]["settings"].values()} == {rejected}
     assert list(records) == ["control-right", "control-no-q", "specops-draft-exact"]
-    assert records["specops-draft-exact"]["greedy"] == {"equal": 32, "texts": 32}
+    assert records["specops-draft-exact"]["greedy"] == {"equal": 20, "texts": 20}
