@@ -51,9 +51,7 @@ def table_of(records: Sequence[Mapping[str, Any]], padded: bool = False) -> str:
 def rewritten(page: str, records: Sequence[Mapping[str, Any]]) -> str:
     """The page with the table of these records."""
     before, after = MARKS
-    written, count = re.subn(
-        f"{before}.*?{after}", lambda _: before + table_of(records) + after, page, flags=re.DOTALL
-    )
+    written, count = re.subn(f"{before}.*?{after}", lambda _: before + table_of(records) + after, page, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"page: expected {before.strip()} .. {after.strip()} once, got it {count} times")
     return written

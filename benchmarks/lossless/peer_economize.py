@@ -48,8 +48,9 @@ class Economize:
         )
         texts = [result.tokens.tolist() for result in results]
         # The first token comes from the pass that reads the prompt, and every cycle gives one beside its drafts.
-        self.steps += sum(len(text) - sum(kept for _, kept in result.acceptance) for text, result in zip(texts, results))
-        self.tokens += sum(map(len, texts))
+        num_tokens = sum(map(len, texts))
+        self.steps += num_tokens - sum(kept for result in results for _, kept in result.acceptance)
+        self.tokens += num_tokens
         return texts
 
 

@@ -24,7 +24,7 @@ LAYER |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
 
 
 def write_gguf(model: PreTrainedModel, path: Path) -> None:
-    """A Qwen3 whose weights float16 can hold, with a tokenizer that is not used: OpenVINO wants one that knows all bytes."""
+    """A Qwen3 whose weights float16 can hold, with a tokenizer that knows all bytes, which OpenVINO wants."""
     import gguf
 
     config, writer = model.config, gguf.GGUFWriter(path, "qwen3")

@@ -93,9 +93,10 @@ def mtp() -> tuple[PreTrainedModel, dict[str, Any]]:
     from transformers.modeling_layers import MtpModel
 
     layers = 2
-    sizes = SIZES | NO_ENDS | {"head_dim": 16, "num_hidden_layers": layers, "num_nextn_predict_layers": NUM_DRAFT_TOKENS}
+    sizes = SIZES | NO_ENDS | {"head_dim": 16, "num_hidden_layers": layers}
+    sizes |= {"num_nextn_predict_layers": NUM_DRAFT_TOKENS, "n_group": 1, "topk_group": 1}
     sizes |= {"moe_intermediate_size": 16, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1}
-    config = transformers.Glm4MoeConfig(**sizes, first_k_dense_replace=layers, n_group=1, topk_group=1)
+    config = transformers.Glm4MoeConfig(**sizes, first_k_dense_replace=layers)
     whole = randomised(AutoModelForCausalLM.from_config(config), 0)
     heads = randomised(MtpModel(whole, NUM_DRAFT_TOKENS), 1)
     # The folder lives as long as the model, which reads it again in every call.

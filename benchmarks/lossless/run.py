@@ -5,8 +5,8 @@
     python benchmarks/lossless/run.py --list
 
 Each row decodes texts with tiny random models, whose law is known by enumeration. A row whose package is missing is
-left out, by name; benchmarks/lossless/requirements.txt has the packages. If the file of --out exists, its other rows are
-kept. --page writes the table of the rows to docs/lossless.md.
+left out, by name; benchmarks/lossless/requirements.txt has the packages. If the file of --out exists, its other rows
+are kept. --page writes the table of the rows to docs/lossless.md.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(name: str, trials: int | None, seed: int, progress: Progress) -> dic
         "row": name,
         "way": row.way,
         "package": row.package,
-        "version": torch_specops.__version__ if row.package == "torch-specops" else row.package and version(row.package),
+        "version": installed(row.package),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "commit": commit(),
@@ -86,6 +86,11 @@ def measure(name: str, trials: int | None, seed: int, progress: Progress) -> dic
     }
     progress.remove_task(task)
     return record
+
+
+def installed(package: str) -> str:
+    """A package's version; this package need not be installed."""
+    return torch_specops.__version__ if package == "torch-specops" else version(package) if package else ""
 
 
 def new_tokens(
