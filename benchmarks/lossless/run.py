@@ -2,6 +2,7 @@
 
     python benchmarks/lossless/run.py --out benchmarks/results/2026-11-27-cpu-lossless.json --page
     python benchmarks/lossless/run.py --row transformers-mtp [--trials 20000] [--seed 1]
+    python benchmarks/lossless/run.py --row --out FILE.json --page      # runs nothing
     python benchmarks/lossless/run.py --list
 
 Each row decodes texts with tiny random models, whose law is known by enumeration. A row whose package is missing is
@@ -125,7 +126,7 @@ def own_text(law: Law, prompt: Sequence[int]) -> list[int]:
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """The records of the file of --out, or of the rows that were run."""
     parser = options_of(__doc__)
-    parser.add_argument("--row", nargs="+", choices=list(ROWS), metavar="NAME", default=list(ROWS))
+    parser.add_argument("--row", nargs="*", choices=list(ROWS), metavar="NAME", default=list(ROWS))
     parser.add_argument("--trials", type=int, help="texts for each setting; default: the row's own number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the rows and end")

@@ -15,6 +15,9 @@ def test_the_page_has_the_table_of_the_results() -> None:
     records = json.loads(page.RESULT.read_text())["records"]
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.rewritten(text, records) == text
+    for record in records:
+        assert f"transformers {record['transformers']} and torch {record['torch'].split('+')[0]}" in text
+        assert not record["commit"].endswith("-dirty")
     # A changed record changes the page.
     records[0]["settings"]["T = 1"]["tests"][0]["p_value"] = 0.0
     assert page.rewritten(text, records) != text
