@@ -20,7 +20,7 @@ LINE = (
     "`{row}` | {what} | {setting} | {trials:,} | {per_pass:.2f} | {test} | {tv:.3f} | {by_chance:.3f} | {p_value:.2g} "
     "| {visible:.3f} | {law} | {greedy}"
 )
-MARKS = "<!-- table: lossless -->\n", "\n<!-- end -->"
+MARKS = "<!-- table: lossless -->\n", "<!-- end -->"
 
 
 def lines_of(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,9 @@ def table_of(records: Sequence[Mapping[str, Any]], padded: bool = False) -> str:
 def rewritten(page: str, records: Sequence[Mapping[str, Any]]) -> str:
     """The page with the table of these records."""
     before, after = MARKS
-    written, count = re.subn(f"{before}.*?{after}", lambda _: before + table_of(records) + after, page, flags=re.DOTALL)
+    written, count = re.subn(
+        f"{before}.*?{after}", lambda _: f"{before}{table_of(records)}\n{after}", page, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"page: expected {before.strip()} .. {after.strip()} once, got it {count} times")
     return written
