@@ -26,7 +26,8 @@ def test_the_page_has_the_table_of_the_results() -> None:
 
 def test_the_script_catches_a_wrong_sampler_and_keeps_other_rows(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    # benchmarks/papers/ has a run.py too.
+    # Finds the folder; benchmarks/papers/ has a run.py too.
+    script("page")
     found = importlib.util.spec_from_file_location("lossless_run", BENCHMARKS / "lossless" / "run.py")
     run = importlib.util.module_from_spec(found)
     found.loader.exec_module(run)
