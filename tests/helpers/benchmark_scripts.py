@@ -18,8 +18,8 @@ needs_benchmarks = pytest.mark.skipif(
 
 
 def script(name: str) -> ModuleType:
-    """A module of benchmarks/ or benchmarks/papers/."""
-    for folder in (BENCHMARKS, BENCHMARKS / "papers"):
+    """A module of benchmarks/, benchmarks/papers/ or benchmarks/lossless/."""
+    for folder in (BENCHMARKS, BENCHMARKS / "papers", BENCHMARKS / "lossless"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name)
