@@ -296,6 +296,8 @@ CASES: dict[str, Options] = {
     "opposite": {"edit": edits.opposite},
     "plateaus": {"edit": edits.plateaus},
     "exact_u_is_p_over_q": {"accept": (0.5, 0.25, 0.125, 0.5 - 2.0**-25, 0.125 - 2.0**-27), "edit": edits.halves},
+    "exact_residual_below_least": {"edit": edits.barely_more, "tokens": edits.token_zero},
+    "exact_pad_minus_inf": {"edit": edits.fill_target(-INF), "tokens": edits.pad_ragged, "temperature": (0.0,)},
     "tie_u_zero": {"accept": (0.0,), "edit": edits.mask},
     "tie_s_zero": {"sample": (0.0,), "edit": edits.opposite},
     "tie_below_one": {"accept": (BELOW_ONE,), "sample": (BELOW_ONE,)},

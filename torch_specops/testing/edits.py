@@ -125,6 +125,12 @@ def ten_equal(target: Tensor, draft: Tensor) -> None:
         x[..., :10], x[..., 10:] = 0.0, -INF
 
 
+def barely_more(target: Tensor, draft: Tensor) -> None:
+    """Token 0, which the draft excludes, has 2**-115 of the target's mass and all of the residual."""
+    for x, first in ((target, -80.0), (draft, -INF)):
+        x[..., 0], x[..., 1:2], x[..., 2:] = first, 0.0, -INF
+
+
 def halves(target: Tensor, draft: Tensor) -> None:
     """p(x) = 1/4 and q(x) = 1/2 for every draft: the products and sums of these are exact."""
     for x, kept in ((target, 4), (draft, 2)):
