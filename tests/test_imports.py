@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import torch_specops
@@ -197,6 +198,7 @@ print(*(getattr(torch_specops, name).__name__ for name in {names}))
     assert not set(last.split()) & set(first.split())
 
 
+@pytest.mark.slow
 def test_transformers_is_changed_for_custom_generate_alone() -> None:
     first, second = run_python("""
 import torch_specops, transformers

@@ -58,6 +58,7 @@ def steps(driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     return plan
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_hangs_or_is_killed_stops_no_other(
     driver: ModuleType, steps: list[Any], tmp_path: Path
 ) -> None:

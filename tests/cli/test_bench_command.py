@@ -298,6 +298,7 @@ def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["temperature"], row["batch_size"], row["category"]
 
 
+@pytest.mark.slow
 def test_bench_measures_each_category_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     own = ["--draft", "prompt-lookup:2", "--num-draft-tokens", "3", "--schedule", "constant"]

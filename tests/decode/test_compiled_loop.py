@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import slow
 from tiny_loops import DRAFTS
 from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
 from torch import Tensor
@@ -135,7 +136,7 @@ IN_SHORT = ("llama", "gemma3", "t5")
         ),
         ("llama", "perturbed", {}),
         ("llama", "n-gram", {}),
-        ("llama", "over a model", {}),
+        slow("llama", "over a model", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
         ("llama", "n-gram with counts", {"verify": "sigmoid"}),
         ("llama", "n-gram with counts", {"verify": Verifier("exact", 0.5, 0.3)}),

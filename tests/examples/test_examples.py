@@ -69,7 +69,7 @@ NEEDS_SMOLLM2 = pytest.mark.skipif(not smollm2_is_converted(), reason="SmolLM2 i
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("quickstart.py", marks=NEEDS_SMOLLM2),
+        pytest.param("quickstart.py", marks=[NEEDS_SMOLLM2, pytest.mark.slow]),
         pytest.param("structured_output.py", marks=[NEEDS_SMOLLM2, pytest.mark.slow]),
         "rollouts.py",
         "eagle3.py",
