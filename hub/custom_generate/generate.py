@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from transformers import GenerationMixin
+
 from torch_specops.hf import custom_generate
 
 
 def generate(model: Any, *arguments: Any, **options: Any) -> Any:
     """What `model.generate` takes, and what `torch_specops.hf.custom_generate` takes besides, `draft_model` and
     `num_draft_tokens` for example."""
-    # A repository with weights beside this file gives the model a `generate` of its own: this one.
-    return type(model).generate(model, *arguments, custom_generate=custom_generate, **options)
+    # Not `model.generate`, which may be what has called this: Whisper's, or this function itself in a repository with
+    # weights.
+    return GenerationMixin.generate(model, *arguments, custom_generate=custom_generate, **options)

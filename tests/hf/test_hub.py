@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_loops import TokenStreamer
-from tiny_models import PROMPTS, padded, perturbed, tiny
+from tiny_models import PROMPTS, encoder_inputs, padded, perturbed, tiny
 
 from torch_specops.drafts import PromptLookup
 
@@ -36,3 +36,11 @@ def test_model_generate_decodes_by_the_repository() -> None:
     assert torch.equal(first, second) and not torch.equal(first, other)
     with pytest.raises(ValueError, match="trust_remote_code"):
         target.generate(**batch, custom_generate=str(HUB), trust_remote_code=False)
+
+
+def test_a_generate_that_calls_the_repository_itself() -> None:
+    """Whisper's own prepares the inputs, and hands the repository on."""
+    target, inputs = tiny("whisper"), encoder_inputs("whisper")
+    assert inputs is not None
+    call: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    assert torch.equal(target.generate(**call, **OURS), target.generate(**call))
