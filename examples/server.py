@@ -60,14 +60,14 @@ class Server:
         except ConnectionError:
             return response
         except ValidationError as error:
-            status, message = 400, f"{[*(first := error.errors()[0])['loc'], 'body'][0]}: {first['msg']}"
-        except (TemplateError, TypeError, ValueError, RuntimeError) as error:
-            status, message = 503 if isinstance(error, RuntimeError) else 400, str(error)
+            first, status = error.errors()[0], 400
+            message = f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+        except (asyncio.TimeoutError, TemplateError, TypeError, ValueError, RuntimeError) as error:
+            status, message = {asyncio.TimeoutError: 504, RuntimeError: 503}.get(type(error), 400), str(error) or "late"
         failure = {"error": {"message": message, "type": "error", "param": None, "code": status}}
-        if not response.prepared:
-            return web.json_response(failure, status=status)
-        await response.write(b"data: %s\n\n" % json.dumps(failure).encode())
-        return response
+        if response.prepared:
+            await response.write(b"data: %s\n\n" % json.dumps(failure).encode())
+        return response if response.prepared else web.json_response(failure, status=status)
 
     async def complete(self, request, response):
         field = "messages" if "chat" in request.path else "prompt"

@@ -312,7 +312,8 @@ def test_prompts_may_be_a_list() -> None:
     assert streamer.heard[0] == list(PROMPTS[0])
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"input_ids": []}, ValueError, "input_ids: expected at least one prompt, got an empty list"),
-        ({"input_ids": [1, 2]}, ValueError, r"input_ids\[0\]: expected \[P\] with P >= 1, got shape \[\]"),
+        ({"input_ids": [1, 2]}, ValueError, r"input_ids: expected a list of prompts, got a list of tokens"),
+        ({"input_ids": "She had"}, TypeError, r"input_ids: expected an int64 tensor .* a list of prompts, .* 'str'"),
         ({"input_ids": [[1], []]}, ValueError, r"input_ids\[1\]: expected \[P\] with P >= 1, got shape \[0\]"),
         ({"input_ids": [[1], "a"]}, TypeError, r"input_ids\[1\]: expected an int64 tensor"),
         ({"input_ids": [[1], [0.5]]}, TypeError, "input_ids: expected int64 tokens in every prompt, got .*float32"),

@@ -63,7 +63,7 @@ FIELDS: dict[str, list[tuple[Any, str | None]]] = {
         ({"temperature": 0.0, "top_k": 3}, None),
         ({"temperature": -1.0}, "temperature: expected 0 (greedy) or"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias, bad_words: expected tokens in"),
-        ({"heat": 1.0}, "SamplingParams.__init__() got an unexpected keyword argument 'heat'"),
+        ({"heat": 1.0}, "sampling: SamplingParams.__init__() got an unexpected keyword argument 'heat'"),
         ({3: 1.0}, ""),
         ([1.0], "sampling: expected SamplingParams, got"),
     ],

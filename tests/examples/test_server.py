@@ -4,6 +4,7 @@ the page on serving."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import os
@@ -145,6 +146,8 @@ def serve(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) 
                 loop.call_soon_threadsafe(loop.stop)
                 running.result(WAIT)
                 loop.close()
+                # Sockets of clients that have left are collected here, not in another test.
+                gc.collect()
 
     return serving
 

@@ -28,7 +28,7 @@ from .tree import BeamTree, TreeModel, rows_of
 __all__ = ["BeamOutput", "beam_search"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BeamOutput(GenerationOutput):
     """The best finished beams: R for each of B prompts, the beams of a prompt side by side, best first.
 
@@ -51,7 +51,7 @@ def beam_search(
     num_beams: int,
     draft: AnyDraft = None,
     draft_beams: int | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     num_draft_tokens: int = 5,
     length_penalty: float = 1.0,

@@ -51,7 +51,7 @@ stop_string_rule: Callable[[Any, Sequence[str]], RowRule] | None = None
 class GenerateArguments(TypedDict, total=False):
     """The keywords that `SpeculativeDecoder.generate` documents; `read_prompts` has the defaults."""
 
-    attention_mask: Tensor | None
+    attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None
     max_new_tokens: int | Sequence[int]
     sampling: SamplingParams | None
     seed: Seed
@@ -100,7 +100,7 @@ def read_prompts(
     target: LanguageModel,
     input_ids: PromptIds,
     *,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     sampling: SamplingParams | None = None,
     default_sampling: SamplingParams | None = None,
@@ -339,6 +339,8 @@ def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
         return input_ids, attention_mask
     if not input_ids:
         raise ValueError("input_ids: expected at least one prompt, got an empty list")
+    if isinstance(input_ids[0], int):
+        raise ValueError("input_ids: expected a list of prompts, got a list of tokens: pass [tokens]")
     rows = [as_prompt(f"input_ids[{index}]", prompt) for index, prompt in enumerate(input_ids)]
     masks = [torch.ones_like(row) for row in rows]
     if attention_mask is not None:
@@ -353,12 +355,13 @@ def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
-def _align(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Prompts padded on either side -> tokens [B, P] that begin at index 0, and lengths [B]."""
     input_ids, attention_mask = _of_numpy(input_ids), _of_numpy(attention_mask)
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         found = getattr(input_ids, "dtype", type(input_ids))
-        raise TypeError(f"input_ids: expected an int64 tensor [B, P], got {found}")
+        expected = 'an int64 tensor [B, P] or a list of prompts, as tokenizer(texts)["input_ids"]'
+        raise TypeError(f"input_ids: expected {expected}, got {found}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids: expected [B, P] with B, P >= 1, got shape {list(input_ids.shape)}")
     input_ids = input_ids.cpu()

@@ -21,15 +21,15 @@ __all__ = [
     "streamer_calls",
 ]
 
-# Lists in a `repr` have an entry for each row of a batch, which may have hundreds.
+# What a `repr` shows may have an entry for each row of a batch, which may have hundreds.
 _SHORT = Repr()
-_SHORT.maxlist = 8
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
+_SHORT.maxstring, _SHORT.maxother = 200, 400
 
 
 def shortened(name: str, **values: object) -> str:
-    """The `repr` of an object with these values; long lists are cut."""
-    shown = (f"{key}={(_SHORT.repr if isinstance(value, list) else repr)(value)}" for key, value in values.items())
-    return f"{name}({', '.join(shown)})"
+    """The `repr` of an object with these values; long ones are cut."""
+    return f"{name}({', '.join(f'{key}={_SHORT.repr(value)}' for key, value in values.items())})"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class GenerationStats:
                 self.accepted_at[position] += position < accepted
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GenerationOutput:
     """Finished sequences.
 
@@ -196,7 +196,7 @@ class GenerationOutput:
         }
         if self.errors:
             values["errors"] = self.errors
-        return shortened("GenerationOutput", **values, stats=self.stats)
+        return shortened(type(self).__name__, **values, stats=self.stats)
 
     def new_tokens(self, row: int) -> list[int]:
         """The new tokens of one row."""
@@ -213,10 +213,14 @@ class GenerationOutput:
         arguments = {"skip_special_tokens": True} | decode_arguments
         texts = []
         for row in range(len(self.lengths)):
-            tokens = self.new_tokens(row)
+            tokens, start = self.new_tokens(row), int(self.prompt_lengths[row])
             if arguments["skip_special_tokens"] and self.finish_reasons[row : row + 1] == ["eos"]:
                 tokens.pop()
-            texts.append(tokenizer.decode(tokens, **arguments))
+            # Alone, tokens may lose the space before them.
+            before = self.sequences[row, max(start - 4, 0) : start].tolist()
+            prompt, whole = (tokenizer.decode(ids, **arguments) for ids in (before, before + tokens))
+            is_longer = whole.startswith(prompt)
+            texts.append(whole[len(prompt) :] if is_longer else tokenizer.decode(tokens, **arguments))
         return texts
 
 

@@ -71,8 +71,10 @@ class Request:
     def __repr__(self) -> str:
         values = {name: value for name, value in vars(self).items() if value is not None}
         for name in ("input_ids", "seed"):
-            if hasattr(values.get(name), "tolist"):
+            if isinstance(values.get(name), Tensor) and not values[name].is_meta:
                 values[name] = values[name].tolist()
+        if self.tokenizer is not None:
+            values["tokenizer"] = type(self.tokenizer)
         if isinstance(self.inputs, Mapping):
             values["inputs"] = list(self.inputs)
         return shortened("Request", **values)
@@ -100,7 +102,7 @@ class Completion:
         >>> import torch, torch_specops
         >>> tokens = torch.tensor([5, 6, 7, 2])
         >>> torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos")
-        Completion(index=0, prompt_length=2, num_new_tokens=2, seed=1, finish_reason='eos')
+        Completion(index=0, num_tokens=4, num_new_tokens=2, seed=1, finish_reason='eos')
     """
 
     index: int
@@ -115,7 +117,7 @@ class Completion:
     def __repr__(self) -> str:
         values = {
             "index": self.index,
-            "prompt_length": len(self.tokens) - len(self.new_tokens),
+            "num_tokens": len(self.tokens),
             "num_new_tokens": len(self.new_tokens),
             "seed": self.seed,
             "finish_reason": self.finish_reason,
@@ -305,7 +307,10 @@ def read_request(
     """
     fields = dict(vars(request))
     if isinstance(request.sampling, Mapping):
-        fields["sampling"] = SamplingParams(**request.sampling)
+        try:
+            fields["sampling"] = SamplingParams(**request.sampling)
+        except TypeError as error:
+            raise TypeError(f"sampling: {error}") from error
     max_time, inputs = fields.pop("max_time"), request.inputs
     if max_time is not None:
         checks.check_number("max_time", max_time)
