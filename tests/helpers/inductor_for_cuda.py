@@ -81,6 +81,18 @@ class Driver:
         return 0
 
 
+def item(tensor: Tensor, key: Any) -> Tensor:
+    """`tensor[key]` for slices, or for tensors and whole dimensions. torch's own makes the device current, which a
+    build without CUDA cannot."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if any(isinstance(each, Tensor) for each in keys):
+        assert all(isinstance(each, Tensor) or each == slice(None) for each in keys)
+        return torch.ops.aten.index.Tensor(tensor, [each if isinstance(each, Tensor) else None for each in keys])
+    for dim, part in enumerate(keys):
+        tensor = torch.ops.aten.slice.Tensor(tensor, dim, part.start, part.stop)
+    return tensor
+
+
 def pretend() -> None:
     """Answer what is asked of a device while code for it is compiled."""
     triton.runtime.driver.set_active(Driver())
@@ -118,6 +130,7 @@ def pretend() -> None:
     torch._inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.use_static_cuda_launcher = False
+    torch.Tensor.__getitem__ = item
     # These make tensors on the device to trace the patterns they look for.
     torch._inductor.fx_passes.joint_graph.lazy_init = lambda *_, **__: None
     torch._inductor.fx_passes.joint_graph.constant_fold_uniform_value = lambda _: None

@@ -32,7 +32,8 @@ def test_inductor_compiles_every_kernel(cases: tuple[str, ...]) -> None:
     records = {record["case"]: record for record in map(json.loads, done.stdout.splitlines())}
     assert set(records) == set(cases)
     for name, record in records.items():
-        assert record["kernels"] >= 1
+        # Attention stays a call of the op: its kernels would be analysed anew for every layer.
+        assert (record["kernels"] >= 1) == (name != "attention")
         assert record["knows_what_kernels_write"], name
         # The product is a tensor of its own, which says that a copy would be seen. Processors write into one copy.
         copies = record["copies_of_logits"]

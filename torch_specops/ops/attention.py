@@ -2,7 +2,8 @@
 
 Attention under a mask reads the whole cache, and the mask. Here each token comes with the span of slots that it sees:
 on CUDA a kernel reads the slots of each row's spans (`cuda/attention.py`), and a call on a CPU looks for the last
-slot. Compiled code on a CPU calls the op unchanged, because a compiler has to know how much is read.
+slot. Compiled code calls the op unchanged. On a CPU a compiler would have to know how much is read. On CUDA Inductor
+would analyse the kernels anew for every layer of a model, which takes longer than everything else that it compiles.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def register_op(
     Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
 
     Args:
-        is_opaque: given the arguments by name, says whether compiled code on a CPU calls the op, as an eager caller
-            does, and does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
+        is_opaque: given the arguments by name, says whether compiled code calls the op, as an eager caller does, and
+            does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
     """
 
     parameters = inspect.signature(public).parameters
@@ -61,8 +61,7 @@ def register_op(
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
             named = dict(zip(parameters, args, strict=False)) | kwargs
-            on_cpu = next(iter(named.values())).device.type == "cpu"
-            if not private.inlines_ops() or (on_cpu and private.makes_python() and is_opaque(**named)):
+            if not private.inlines_ops() or (private.makes_python() and is_opaque(**named)):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):
                 return NotImplemented
