@@ -82,7 +82,8 @@ def test_the_page_has_the_memory_of_the_launcher(page: str) -> None:
 
 
 def measured_cell(name: str, provider: str = "specops eager", mode: str = "replay", **where: Any) -> dict[str, Any]:
-    records = json.loads((RESULTS / f"2026-11-26-h100-{name}.json").read_text())["records"]
+    (result,) = RESULTS.glob(f"*-h100-{name}.json")
+    records = json.loads(result.read_text())["records"]
     wanted = where | {"provider": provider, "mode": mode}
     (found,) = (record for record in records if wanted.items() <= record.items())
     return found
@@ -167,3 +168,23 @@ def test_the_page_has_the_measurements_of_the_goals(page: str) -> None:
         microseconds("filters", kind=kind, batch=64) - ours[4] for kind in ("top-k", "min-p", "top-p")
     )
     assert measured[7] == f"each alone: k = 50 {top_k:.0f} us, min-p {min_p:.0f}, top-p = 0.9 {top_p:.0f}; 2 launches"
+
+
+def test_the_page_has_the_times_of_other_dtypes_and_ops(page: str) -> None:
+    def cells(name: str, provider: str, *batches: int, **where: Any) -> list[str]:
+        times = [microseconds(name, provider, batch=batch, acceptance=0.6, **where) for batch in batches]
+        return [f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in times]
+
+    for name, ours, step, batches, where in (
+        ("`verify_exact`, float32", "eager", "dtypes", (1, 64), {"dtype": "float32"}),
+        ("`verify_exact`, float16", "eager", "dtypes", (1, 64), {"dtype": "float16"}),
+        ("`verify_block`, bfloat16", "eager", "block", (1, 8, 64), {}),
+        ("`verify_exact`, bfloat16, compiled", "compiled", "compiled", (1, 64), {}),
+    ):
+        times = cells(step, f"specops {ours}", *batches, **where)
+        softmax = ", ".join(cells(step, f"softmax {ours}", 1, 64, **where))
+        last = f"compiled: {softmax}" if ours == "compiled" else softmax
+        middle = times[1:-1] or [""]
+        assert table_row([name, times[0], *middle, times[-1], last]).replace("|  |", "| |") in page
+    before, now = (microseconds(step, kind="one-hot", batch=64) for step in ("kernels-before", "kernels"))
+    assert f"took {now:.0f} us, and {before:.0f} before" in page
