@@ -383,6 +383,13 @@ CASES: dict[str, Options] = {
     "lse_wrong_largest": {"lse": WRONG_LSE, "edit": edits.raise_by(3e38), "accept": (0.5, 0.0)},
     "lse_wrong_masked": {"lse": WRONG_LSE, "edit": edits.mask, "batch": 12, "accept": (0.5, 0.0, 0.1)},
     "lse_wrong_same": {"lse": WRONG_LSE, "edit": edits.same, "num_drafts": 8, "accept": (0.5, 0.0, 0.9, 0.2)},
+    "lse_wrong_same_excluded_tokens": {
+        "lse": (-0.3, math.log(2.0)),
+        "edit": edits.same,
+        "tokens": edits.token_zero_later,
+        "num_drafts": 2,
+        "accept": (0.3,),
+    },
     "lse_wrong_filters": {
         "lse": WRONG_LSE,
         "filters": ALL_FILTERS,

@@ -69,6 +69,11 @@ def token_zero(tokens: Tensor, vocab_size: int) -> None:
     tokens[:] = 0
 
 
+def token_zero_later(tokens: Tensor, vocab_size: int) -> None:
+    """All but the first."""
+    tokens[:, 1:] = 0
+
+
 def fill_target(value: float) -> Callable[[Tensor, Tensor], None]:
     return lambda target, draft: _fill(target, value)
 
