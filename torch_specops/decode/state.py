@@ -38,7 +38,7 @@ class DecodeState:
 
     Args:
         tokens: [B, W] int64, each sequence from index 0 on. In a step, W exceeds the largest limit by K + 1.
-        lengths: [B] int64 >= 1, tokens of each sequence. The target has read all but the newest one.
+        lengths: [B] int64 >= 1, tokens of each sequence. The target has read all but the newest.
         limits: [B] int64, the length at which a row ends.
         eos: [B, E] int64, tokens that end a row; -1 is none.
         finished: [B] bool.
