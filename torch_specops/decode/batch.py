@@ -90,7 +90,7 @@ class Batch:
         self._num_undrafted = 0
         # The next step is compiled. Between compiled steps, eager steps run while a text needs more room.
         self._is_fixed = steps.compiled
-        # A step that was read before its time, because the masks of the next one depend on its tokens.
+        # A step that was read before its time, because the next step's masks depend on its tokens.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
         # Rows of which more was read than their tokens.

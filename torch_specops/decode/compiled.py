@@ -47,7 +47,7 @@ class CompiledSteps:
         buckets: the values of K that compiled steps have, ascending.
         compiled, compile_reason: whether steps are compiled, and why.
         ready: the keys (K, whether there is a bitmask) of steps that are compiled and captured, and the seconds that a
-            captured one takes.
+            captured step takes.
     """
 
     def __init__(

@@ -214,16 +214,16 @@ class _Row:
 
     Attributes:
         new: its new tokens and its drafts; -1 where there is no draft.
-        first, last: with how many of these the processors are asked about the text: up to an eos, the last draft, or a
-            draft that they exclude.
-        has_ended: an eos comes next.
+        first, last: the processors are asked about the texts with `first` .. `last` of these. The last text ends before
+            an eos, before a draft that they exclude, or with the last draft.
+        has_ended: True = an eos follows the last text.
     """
 
     def __init__(self, tokens: Tensor, padding: Tensor, lengths: list[int], start: int, eos: list[int]) -> None:
         self._tokens, self._padding, self._start = tokens, padding, start
         self.new: list[int] = tokens[start : lengths[-1]].tolist()
         self.first = lengths[0] - start
-        self.last = next((i for i, token in enumerate(self.new) if token < 0 or token in eos), len(self.new))
+        self.last = min((self.new.index(token) for token in {-1, *eos} if token in self.new), default=len(self.new))
         self.has_ended = self.last < len(self.new) and self.new[self.last] >= 0
 
     def text(self, count: int, pad_token_id: int) -> Tensor:
@@ -268,7 +268,8 @@ class _HostProcessors:
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         padding, pad_token = self._sampling.padding, self._sampling.pad_token_id
         columns = text.cpu(), padding, lengths.tolist(), self._prompt_lengths.tolist(), self._eos.tolist()
-        rows, index = list(map(_Row, *columns)), torch.arange(len(text))
+        rows = [_Row(*row) for row in zip(*columns, strict=True)]
+        index = torch.arange(len(rows), device=text.device)
         processed = logits.to(torch.float32, copy=True)
         for count in sorted({count for row in rows for count in range(row.first, row.last + 1)}):
             asked = [row.first <= count <= row.last for row in rows]
