@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next in a text, for structured output.
 
-`Grammar` is what the loop asks. `xgrammar` and `llguidance` make one from the library of that name, which is imported
-when it is called.
+`Grammar` is what the loop asks. `xgrammar` and `llguidance` make a `Grammar` from the library of that name,
+which they import when they are called.
 """
 
 from __future__ import annotations

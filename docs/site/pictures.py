@@ -96,7 +96,7 @@ def compiled_text() -> str:
     seconds = [each["compile_seconds"] for each in compiled]
     return (
         f"With `compile=True` the byte-level models make {speed[0]} tokens per second without a draft and {speed[1]} "
-        f"with one, at B = 8 {speed[2]} and {speed[3]}, SmolLM2 {speed[4]} and {speed[5]} (code to copy). Compiling "
+        f"with it, at B = 8 {speed[2]} and {speed[3]}, SmolLM2 {speed[4]} and {speed[5]} (code to copy). Compiling "
         f"took {min(seconds):.0f} to {max(seconds):.0f} s, which is not counted. transformers was not compiled."
     )
 

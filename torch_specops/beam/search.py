@@ -77,7 +77,7 @@ def beam_search(
         draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, but forwards are
             wider.
         attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
-        max_new_tokens: the most tokens to emit, one number or one per row, >= 1.
+        max_new_tokens: the most tokens to emit, one number or [B], >= 1.
         num_draft_tokens: K >= 0, levels drafted per round.
         length_penalty: finished beams are compared by score / number of new tokens ** length_penalty.
         early_stopping: when a prompt with w finished beams is done. True: at once. False: when the best running beam,

@@ -125,9 +125,9 @@ def bench(
     and K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without
     and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is "prompt-lookup:2".
     Where transformers refuses it, as for models that keep a recurrent state, it is left out.
-    Prompts go through the model's chat template, if there is one.
+    Prompts go through the model's chat template, if it has any.
 
-    After a warm-up they take turns. A table comes as soon as it is measured; the lines below the last table explain the
+    After a warm-up they take turns. A table comes when it is measured; the lines below the last table explain the
     columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature 0
     the outputs are compared.
 

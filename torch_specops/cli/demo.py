@@ -202,7 +202,7 @@ def _comparison(
 
 
 class TextStream:
-    """Tokens in, text out as soon as it is whole: a character may take several tokens.
+    """Takes tokens and gives whole characters: a character may take several tokens.
 
     Args:
         decode_text: tokens to text; bytes that are not yet a character come out as U+FFFD.

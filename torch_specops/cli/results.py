@@ -57,7 +57,7 @@ def totals(runs: Sequence[Run]) -> list[Run]:
 
 
 def as_results(runs: Sequence[Run]) -> list[Record]:
-    """Records of what was timed, one per provider and case, each with its speedups in the same case: over transformers'
+    """Records of what was timed, for each provider and case, with its speedups in the same case: over transformers'
     `generate`, over the fastest assisted generation, and over the fastest way without a draft."""
     cases: dict[tuple[object, ...], dict[str, list[Run]]] = {}
     for run in runs:

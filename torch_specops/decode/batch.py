@@ -88,9 +88,9 @@ class Batch:
         self._prefill_length: int | None = None
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
-        # The next step is compiled. Eager ones run between compiled ones where those have no room for a text.
+        # The next step is compiled. Between compiled steps, eager steps run while a text needs more room.
         self._is_fixed = steps.compiled
-        # A step that was read before its time, because the masks of the next one depend on its tokens.
+        # A step that was read before its time, because the next step's masks depend on its tokens.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
         # Rows of which more was read than their tokens.
@@ -235,7 +235,7 @@ class Batch:
                 copy.copy_(kept[index, len(row.prompt) : row.length])
 
     def step(self) -> Step:
-        """Run a step; returns the oldest one that was not yet returned."""
+        """Run a step; returns the oldest that was not yet returned."""
         self._fit()
         results = None
         while results is None:

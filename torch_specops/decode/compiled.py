@@ -47,7 +47,7 @@ class CompiledSteps:
         buckets: the values of K that compiled steps have, ascending.
         compiled, compile_reason: whether steps are compiled, and why.
         ready: the keys (K, whether there is a bitmask) of steps that are compiled and captured, and the seconds that a
-            captured one takes.
+            captured step takes.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class CompiledSteps:
 
     def compile_draft(self, *, is_fixed: bool) -> None:
         """Let a draft that compiles itself do so for the shape in use, or not."""
-        # The `compile` of a source that is a module may be that of `nn.Module`.
+        # A source that is a module may have the `compile` of `nn.Module`.
         if self.draft is not None and self.draft.compiles_itself:
             # The draft has no pieces of its own if the step is one graph.
             key = self._shape, self._compile_keys

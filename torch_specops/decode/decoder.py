@@ -90,13 +90,13 @@ class SpeculativeDecoder:
     pieces, once.
 
     Streams and sessions of one decoder, or of decoders that share a model, may take turns in one thread. A call whose
-    models have read for another one since lets them read its texts again, which costs a prefill. Inputs besides the
+    models have read for another call since lets them read its texts again, which costs a prefill. Inputs besides the
     tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
-            target alone, in the same loop. One that can read less than the target drafts for each row as far as it can.
+            target alone, in the same loop. A draft that reads less than the target drafts as far as it can.
         num_draft_tokens: K >= 1, drafts per step; None = the draft's own number (`default_draft_tokens`), or 5. A
             `Schedule` object overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step
             uses the smallest sufficient K that is already compiled.
@@ -121,8 +121,8 @@ class SpeculativeDecoder:
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's.
-        RuntimeError: from any method, while another thread uses this decoder or one with the same `LanguageModel` as
-            its target. Decoders in several threads may share transformers models.
+        RuntimeError: from any method, while another thread uses this decoder, or another with the same `LanguageModel`
+            as its target. Decoders in several threads may share transformers models.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -210,7 +210,7 @@ class SpeculativeDecoder:
                 whose `end` is called whatever ends the call.
             attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
                 with a warning if some rows of a tensor look padded.
-            max_new_tokens: the most tokens to emit, one number or one per row, >= 0; 128.
+            max_new_tokens: the most tokens to emit, one number or [B], >= 0; 128.
             sampling: for this call; None = the decoder's.
             seed: an int, from which a 64-bit hash makes a seed for each row; or the rows' own seeds, int64 [B] as a
                 tensor, list or array. None draws an int. `stats.seeds` has the rows' seeds: passed as `seed`, they
@@ -232,8 +232,8 @@ class SpeculativeDecoder:
             stop_strings: a string or several, or a list of them for each row. Each ends a row with the token that
                 completes it, as in transformers: the string may begin in the prompt, and the token stays. None = none.
             tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
-            grammar: what restricts the new tokens of a row: a `Grammar`, or one for each row and None where a row has
-                none. The target's distribution is the softmax of its processed logits over the tokens that the grammar
+            grammar: what restricts the new tokens of a row: a `Grammar`, or a list with a `Grammar` or None for each
+                row. The target's distribution is the softmax of its processed logits over the tokens that the grammar
                 allows; filters come after.
 
         Returns:
@@ -294,8 +294,8 @@ class SpeculativeDecoder:
         """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
 
         The first request that is sampled, that uses some filter or processor, or that outgrows the draft, compiles its
-        own pieces, once; no other one compiles anything. Beside a request with very many words or eos tokens, compiled
-        steps run eagerly (docs/serving.md). `compile="auto"` decides when this is called.
+        own pieces, once; others compile nothing. Beside a request with very many words or eos tokens, compiled steps
+        run eagerly (docs/serving.md). `compile="auto"` decides when this is called.
 
         Args:
             batch_size: how many rows there are.
@@ -330,7 +330,7 @@ class SpeculativeDecoder:
         request.
 
         Args:
-            requests: `Request`s, or prompts [P] for requests with the defaults. One is read when a row is free for it,
+            requests: `Request`s, or prompts [P] for requests with the defaults. Each is read when a row is free for it,
                 and all rows wait for it: a queue that may be empty is for `session`.
             batch_size, logprobs, top_logprobs: as in `session`.
             max_length: as there; None = the decoder's, or what the longest request of a list (or another collection)

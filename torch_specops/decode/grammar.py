@@ -23,7 +23,7 @@ _USED = "it is the state of one text, and another text has used it; make a new o
 
 
 def check_grammar(grammar: object) -> None:
-    """Raise if this is no grammar, or one that another text has used."""
+    """Raise if this is no grammar, or if another text has used it."""
     if isinstance(grammar, type) or not isinstance(grammar, Grammar):
         raise TypeError(
             "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
@@ -70,7 +70,7 @@ def masks_of(
 
     Args:
         rows: B of them.
-        drafts: of each row; the first one outside [0, V) ends them.
+        drafts: of each row; the first outside [0, V) ends them.
         vocab_size: V, of the logits.
         deterministic: whether the drafts were not sampled.
         max_drafts: of a row, with those that its grammar forces.
@@ -93,8 +93,8 @@ def masks_of(
 
 
 def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
-    """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses one: the
-    text then ends before it, with an error."""
+    """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses a
+    token: the text then ends before it, with an error."""
     if start == 0 < len(row.tokens):
         # Not before the first token: until then the grammar is new, and another call may have it.
         _mark_used(grammar)
@@ -174,7 +174,7 @@ class _Walk:
         return int(self._bitmask[place, token // 32].item()) >> token % 32 & 1 == 1
 
     def _only_token(self, place: int) -> int:
-        """The token, if the grammar allows a single one, else -1."""
+        """The token, if the grammar allows a single token, else -1."""
         words = self._bitmask[place].nonzero()
         if len(words) == 0:
             raise _Contradiction("allows no token")

@@ -20,7 +20,7 @@ class CapturedStep:
     """A step in one graph; or in two, where the host asks grammars between proposing and verifying.
 
     Args:
-        verify: the only graph, or the second one.
+        verify: the only graph, or the second.
         record: what it writes.
         propose: the first graph; None = there is none, or it would be empty.
         proposal: what it writes; None = the step is one graph.

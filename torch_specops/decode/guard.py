@@ -61,7 +61,7 @@ class Guard:
         return stream
 
     def take_models(self, stream: Stream) -> bool:
-        """Called before the models read for a stream; returns whether they have read for another one since."""
+        """Called before the models read for a stream; returns whether they have read for another stream since."""
         has_changed = any(use.get("stream") is not stream for use in self._uses)
         for use in self._uses:
             use["stream"] = stream
@@ -78,7 +78,7 @@ class Guard:
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
         """`working`, without gradients (`mode_of`), under the stream's autocast, and on the target's device: Triton
-        launches on the current one, and streams of CUDA belong to it."""
+        launches on the current device, and streams of CUDA belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self.working(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield
@@ -96,7 +96,7 @@ class Guard:
         use, thread = self._use, threading.get_ident()
         try:
             try:
-                # Atomic: of several threads one is stored.
+                # Atomic: of several threads the first is stored.
                 if use.setdefault("thread", thread) != thread:
                     raise RuntimeError(
                         "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; "

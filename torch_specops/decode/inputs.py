@@ -118,7 +118,7 @@ def read_prompts(
     min_new_tokens: int = 0,
 ) -> Prompts:
     """Check the arguments of a call; `SpeculativeDecoder.generate` documents them. None for eos or pad tokens means
-    those of the target.
+    the target's own.
 
     Args:
         row_rules: what else ends a row, for all rows.
@@ -192,7 +192,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
 
 def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:
     """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target can read; warn
-    if the target can read it, but was made for shorter ones."""
+    if the target can read it, but was made for shorter texts."""
     if max_length is not None and longest > max_length:
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
@@ -301,7 +301,7 @@ def _as_python(value: Any) -> Any:
 
 def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_token_id: int | None) -> None:
     """Warn if some rows look padded: they begin or end with a longer run of a suspect than others. What all rows have
-    is taken for text, but of the pad token only one."""
+    is taken for text, but only a single pad token."""
     for verb, rows in (("begins", tokens), ("ends", tokens.flip(1))):
         for token in sorted(set(rows[:, 0].tolist()).intersection(suspects)):
             runs = (rows == token).long().cumprod(1).sum(1)
@@ -397,7 +397,7 @@ def _checked_rows(name: str, expected: str, given: list[Any], batch: int) -> lis
 
 
 def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
-    """One int or one per row -> [B] int64."""
+    """An int for all rows, or an int for each -> [B] int64."""
     given = _as_python(value)
     values = _checked_rows(name, "one number or", given, batch) if isinstance(given, list) else [given] * batch
     for number in values:

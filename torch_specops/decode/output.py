@@ -28,7 +28,7 @@ _SHORT.maxstring, _SHORT.maxother = 200, 400
 
 
 def shortened(name: str, **values: object) -> str:
-    """The `repr` of an object with these values; long ones are cut."""
+    """The `repr` of an object with these values; long values are cut."""
     return f"{name}({', '.join(f'{key}={_SHORT.repr(value)}' for key, value in values.items())})"
 
 
@@ -53,7 +53,7 @@ class Step:
 
 
 class TopLogprobs(NamedTuple):
-    """The most likely tokens in the place of each token, in descending order; of equal ones the lower index first."""
+    """The most likely tokens at the place of each token, in descending order; of equal tokens the lower index first."""
 
     tokens: Tensor  # [B, L, N] int64, -1 where no token was generated; of a `Completion` [n, N]
     values: Tensor  # float32 log-probabilities; NaN where no token was generated, -inf for excluded tokens
@@ -64,7 +64,7 @@ class GenerationStats:
     """Counts and times, summed over all steps.
 
     Args:
-        seeds: one per row; empty for sessions and `generate_many`. Passed as `seed`, they reproduce the output.
+        seeds: a seed per row; empty for sessions and `generate_many`. Passed as `seed`, they reproduce the output.
         num_steps: steps of the batch.
         num_row_steps: the steps that each row took part in, summed over the rows.
         num_tokens: emitted tokens of all rows, without those that were cut.
@@ -231,7 +231,7 @@ class RecordReader(Generic[Note]):
     """Copies the records of steps to the host, each with a note by the caller.
 
     On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
-    while the host looks at this one.
+    while the host looks at the last.
     """
 
     def __init__(self, device: torch.device) -> None:

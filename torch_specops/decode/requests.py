@@ -1,4 +1,4 @@
-"""A request for a row of a batch, the handle of one that was submitted, and what comes of it."""
+"""A request for a row of a batch, the handle of a submitted request, and what comes of it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Request:
         sampling: None = the decoder's. A mapping has fields of `SamplingParams`, which are checked when the request is
             submitted: a wrong field is this request's error.
         seed: an int, from which the row's seed is made as for the first row of `generate`; or the row's own seed, as a
-            list or tensor of one. None draws an int when the request is submitted.
+            list or tensor of length 1. None draws an int when the request is submitted.
         eos_token_id: a token or several; () = none; None = as in the target's generation config.
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
         max_time: seconds from the request's admission to a row until the step that ends it, >= 0; None = no limit.
-        inputs: the input of the target's encoder, by name, with a batch of one; or the images of the prompt.
+        inputs: the input of the target's encoder, by name, with a batch of 1; or the images of the prompt.
         grammar: a `Grammar`, which belongs to this request alone.
 
     Examples:
@@ -89,7 +89,7 @@ class Completion:
 
     Args:
         index: the request's place in the input, from 0 on.
-        tokens: [P + n] int64, the prompt and the new tokens; the last one may be an eos token.
+        tokens: [P + n] int64, the prompt and the new tokens; the last may be an eos token.
         new_tokens: [n] int64.
         logprobs: [n] float32, the log-probability of every new token under the target; None if not asked for.
         seed: the row's seed; a request with `seed=[completion.seed]` gets the same tokens. None if the request was
@@ -186,7 +186,7 @@ class Handle:
         return self.completion is not None
 
     def tokens(self) -> Iterator[int]:
-        """The new tokens as they come, from the first one on; ends with the request."""
+        """The new tokens as they come, from the first on; ends with the request."""
         place = 0
         while True:
             with self._changed:

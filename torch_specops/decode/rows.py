@@ -32,7 +32,7 @@ class Row:
         grammar: restricts the new tokens; it has accepted all of them.
         ended: whether it gets no more tokens.
         reason, error: why it ended, once all of its tokens are shown.
-        tokens: the new ones.
+        tokens: the new tokens.
         num_released: how many of these no rule can cut any more.
         is_stopped: whether a rule has ended it.
         grammar_error: after how many new tokens the grammar leaves no way on, as far as it was asked, and why.

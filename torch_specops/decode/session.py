@@ -1,4 +1,4 @@
-"""Requests that arrive over time: a row whose request has ended takes the next one, and the other rows go on."""
+"""Requests that arrive over time: a row whose request has ended takes the next, and the other rows go on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Session", "completions_of"]
 
 
 class Session:
-    """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes one.
+    """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
 
     A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models: with
     `verify="gumbel"` always, otherwise with a constant schedule and a draft that does not remember other sequences
@@ -75,7 +75,7 @@ class Session:
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
-        # Any thread may change the fields below under this lock; only the thread that has the other one runs steps.
+        # Any thread may change the fields below under this lock; only the thread that has the other lock runs steps.
         self._changed = threading.Condition()
         self._stepping = threading.RLock()
         self._waiting: deque[Handle] = deque()
@@ -106,7 +106,7 @@ class Session:
             return not self._waiting and all(handle is None for handle in self._rows)
 
     def submit(self, request: Request | Tensor | Sequence[int]) -> Handle:
-        """Queue a request, or a prompt [P] for one with the defaults. Returns at once; may be called from any thread.
+        """Queue a request, or a prompt [P] with the default settings. Returns at once; may be called from any thread.
 
         Raises:
             RuntimeError: the session is closed.
@@ -136,7 +136,7 @@ class Session:
         return handle
 
     def step(self) -> list[Completion]:
-        """Give free rows to waiting requests, and run a step if any row has one. Never waits for requests.
+        """Give free rows to waiting requests, and run a step if any row has a request. Never waits for requests.
 
         Returns:
             The completions of the requests that have ended since the last call.
@@ -314,7 +314,7 @@ class Session:
         if inputs is None:
             return
         if self._batch is None or not self._is_begun:
-            # Until other rows have requests, all have the inputs of the first one.
+            # Until other rows have requests, all have the first row's inputs.
             copies = {name: value.expand(len(self._rows), *value.shape[1:]) for name, value in inputs.items()}
             self._batch = self._free_rows(copies)
         else:

@@ -1,10 +1,10 @@
-"""The tensors of a batch: their layout, their way to a device, and another sequence in a row."""
+"""The tensors of a batch: what each has for a row, copies with more room, and other texts in the rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,21 +17,18 @@ from .guard import autocast_of
 
 __all__ = ["ROOM", "DecodeState", "Texts", "copy_state", "moved", "shape_of", "shapes_of", "tensors_of"]
 
-# The value that fills the rest of a row that is shorter than its tensor; 0 for tensors that are not named.
-_FILL = {"logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
-# Tensors with an entry for each slot of a row.
-_PER_SLOT = ("tokens", *_FILL)
-# What a row has that is no part of its sampling.
-_OF_ROWS = (*_PER_SLOT, "lengths", "limits", "finished", "failed", "seeds")
-# The tensors that hold all rows together.
-PER_WORD = ("words", "biases", "pieces")
-# What compiled steps of a session have room for, words and pieces for each row. With a request that needs more, steps
-# run eagerly: no request compiles something for itself alone.
-ROOM = {"eos": 8, "longest_ngram": 8, **dict.fromkeys(PER_WORD, 32)}
-# A row without a text is greedy, because that costs least.
-_FREE = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
-# How much a step computes besides the models: 1 for each tensor of the sampling with a number per row and for
-# `is_sampled`, the length of the other tensors, and `longest_ngram`. Those that are not needed are left out.
+# [B, W] or [B, W, N], which grow along W: the value of a slot without a token.
+PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
+# [B], of the state itself.
+PER_ROW = ("lengths", "limits", "finished", "failed", "seeds")
+# [B], of the sampling: the value of a row without a text. It is greedy, because that costs least.
+PER_ROW_SAMPLING = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
+# What compiled steps of a session have room for: E of eos [B, E], the longest n-gram, and per row the words and the
+# pieces, which the rows share. With a request that needs more, steps run eagerly: no request compiles something for
+# itself alone.
+ROOM = {"eos": 8, "longest_ngram": 8, "words": 32, "pieces": 32}
+# What a state has room for, by the names of ROOM; and 1 for `is_sampled` and each tensor of PER_ROW_SAMPLING, 0 if
+# steps compute nothing with it.
 Sizes = dict[str, int]
 
 
@@ -41,7 +38,7 @@ class DecodeState:
 
     Args:
         tokens: [B, W] int64, each sequence from index 0 on. In a step, W exceeds the largest limit by K + 1.
-        lengths: [B] int64 >= 1, tokens of each sequence. The target has read all but the newest one.
+        lengths: [B] int64 >= 1, tokens of each sequence. The target has read all but the newest.
         limits: [B] int64, the length at which a row ends.
         eos: [B, E] int64, tokens that end a row; -1 is none.
         finished: [B] bool.
@@ -76,37 +73,36 @@ class DecodeState:
         return self.tokens.shape[1]
 
 
-# The objects that hold a state's tensors.
-_STATE_CLASSES = (DecodeState, SamplingTensors, Processors)
-
-
-def tensors_of(values: object) -> dict[str, Tensor]:
+def tensors_of(state: DecodeState) -> dict[str, Tensor]:
     """Every tensor of a state by name."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in vars(values).items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif isinstance(value, _STATE_CLASSES):
-            tensors |= tensors_of(value)
-    return tensors
+    sampling, processors = state.sampling, state.sampling.processors
+    tensors = _tensors_in(state) | _tensors_in(sampling)
+    return tensors | _tensors_in(processors) if isinstance(processors, Processors) else tensors
+
+
+def _tensors_in(part: DecodeState | SamplingTensors | Processors) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
 
 
 @normal_tensors()
-def moved(values: Any, device: torch.device, capacity: int) -> Any:
+def moved(state: DecodeState, device: torch.device, capacity: int) -> DecodeState:
     """A state with copies of its tensors on the device, and room for `capacity` tokens in a row."""
-    changes: dict[str, Any] = {}
-    for name, value in vars(values).items():
-        if isinstance(value, Tensor):
-            changes[name] = copy = value.to(device, copy=True)
-            if name in _PER_SLOT:
-                changes[name] = _filled(name, copy, (value.shape[0], capacity, *value.shape[2:]))
-        elif isinstance(value, _STATE_CLASSES):
-            changes[name] = moved(value, device, capacity)
-    return replace(values, **changes)
+
+    def copies(part: DecodeState | SamplingTensors | Processors) -> dict[str, Any]:
+        return {name: tensor.to(device, copy=True) for name, tensor in _tensors_in(part).items()}
+
+    tensors, sampling, processors = copies(state), copies(state.sampling), state.sampling.processors
+    for name in PER_SLOT.keys() & tensors.keys():
+        batch, width, *rest = tensors[name].shape
+        more = tensors[name].new_full((batch, capacity - width, *rest), PER_SLOT[name])
+        tensors[name] = torch.cat([tensors[name], more], 1)
+    if isinstance(processors, Processors):
+        sampling["processors"] = replace(processors, **copies(processors))
+    return replace(state, **tensors, sampling=replace(state.sampling, **sampling))
 
 
 def copy_state(old: DecodeState, new: DecodeState) -> None:
-    """Copy a state into the tensors of another one of its shape."""
+    """Copy `new` into the tensors of `old`, which has the same shape."""
     for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
         if own is not value:
             own.copy_(value)
@@ -124,97 +120,102 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Hashable:
 
 
 class Texts:
-    """The texts that were begun in rows of a batch one by one, and the state that steps need for them."""
+    """The texts that were begun one by one in rows of a batch, each given as the state of a batch of it alone."""
 
     def __init__(self) -> None:
         self._texts: dict[int, DecodeState] = {}
+        # Whether the newest state has the sampling of exactly these texts.
         self._is_fitted = True
         # Of the newest state, and of compiled steps.
         self._sizes: Sizes = {}
         self._compiled_sizes: Sizes = {}
 
     def begin(self, state: DecodeState, texts: Mapping[int, DecodeState]) -> None:
-        """Write texts, each alone in its batch on any device, into rows, but for their sampling and eos tokens."""
+        """Write texts, on any device, into rows of the state; `fitted` does the same for sampling and eos tokens."""
         for row, text in texts.items():
-            for name in _OF_ROWS:
-                whole, new = getattr(state, name), getattr(text, name)
+            for name in PER_ROW:
+                getattr(state, name)[row] = getattr(text, name)[0]
+            for name, free in PER_SLOT.items():
+                whole, own = getattr(state, name), getattr(text, name)
                 if whole is not None:
-                    whole[row] = _FILL.get(name, 0)
-                    whole[row][tuple(map(slice, new.shape[1:]))] = new[0].to(whole.device)
+                    whole[row] = free
+                    whole[row, : own.shape[1]] = own[0]
         self._texts |= texts
         self._is_fitted, self._sizes = False, {}
 
     def end(self, rows: Iterable[int]) -> None:
         """The texts of these rows have ended; the next state has no room for them."""
         for row in rows:
-            self._is_fitted = self._texts.pop(row, None) is None and self._is_fitted
+            if self._texts.pop(row, None) is not None:
+                self._is_fitted = False
 
     def fitted(self, state: DecodeState, compiled: bool) -> tuple[DecodeState | None, bool]:
-        """The state with the sampling and eos tokens of the texts, in new tensors, and whether it is that of compiled
-        steps; None = the state has them. Eager steps have room for these alone. Compiled ones have it for whatever came
-        before, up to `ROOM`; texts that need more get a state for eager steps."""
+        """The state with the sampling and the eos tokens of the texts, in new tensors.
+
+        Eager steps get room for these texts alone. Compiled steps get `ROOM`, for all that any text has needed so far.
+
+        Returns:
+            The state, or None if the newest has them; and True if compiled steps have room for it.
+        """
         if self._is_fitted:
             return None, False
         self._is_fitted = True
+        batch = len(state.lengths)
         sizes = _sizes_of(self._texts.values(), state.capacity)
-        room = {name: ROOM.get(name, 1) * (len(state.lengths) if name in PER_WORD else 1) for name in sizes}
-        fits = compiled and all(size <= room[name] for name, size in sizes.items())
+        room = ROOM | {"words": ROOM["words"] * batch, "pieces": ROOM["pieces"] * batch}
+        fits = compiled and all(sizes[name] <= room[name] for name in room)
         if fits:
-            self._compiled_sizes |= room
-            sizes = dict(self._compiled_sizes)
+            used = {name: size or self._compiled_sizes.get(name) for name, size in sizes.items()}
+            self._compiled_sizes = sizes = {name: room.get(name, 1) if used[name] else 0 for name in sizes}
         if sizes == self._sizes:
             return None, False
         self._sizes = sizes
-        return _fitted(state, self._texts, sizes), fits
+        return _with_sampling(state, self._texts, sizes), fits
 
 
 def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
-    """What texts, each alone in its batch, need together in rows of this capacity."""
-    sizes: Sizes = {"eos": 1, "temperature": 1}
-    for text in texts:
-        processors = text.sampling.processors
-        own = {**dict.fromkeys(tensors_of(text.sampling), 1), "eos": text.eos.shape[1], "is_sampled": text.is_sampled}
-        if isinstance(processors, Processors):
-            # No n-gram is longer than the row.
-            own["longest_ngram"] = min(processors.longest_ngram, round_up(capacity, 4))
-        sizes = {name: max(own.get(name, 0), sizes.get(name, 0)) for name in own | sizes}
-    if "words" in sizes:
-        counts = [count_words(text.sampling.processors) for text in texts]
-        words, pieces = (round_up(sum(each), 8) for each in zip(*counts, strict=True))
-        sizes |= {"words": words, "biases": words, "pieces": pieces}
-    return {name: int(size) for name, size in sizes.items() if size}
+    """What these texts need together, in rows of this capacity."""
+    processors = [text.sampling.processors for text in texts]
+    counts = [count_words(each) for each in processors]
+    ngrams = [each.longest_ngram for each in processors if isinstance(each, Processors)]
+    used = {"temperature"}.union(*(tensors_of(text) for text in texts))
+    return {
+        "eos": max((text.eos.shape[1] for text in texts), default=1),
+        "is_sampled": any(text.is_sampled for text in texts),
+        # No n-gram is longer than the row.
+        "longest_ngram": min(max(ngrams, default=0), round_up(capacity, 4)),
+        "words": round_up(sum(words for words, _ in counts), 8) if "words" in used else 0,
+        "pieces": round_up(sum(pieces for _, pieces in counts), 8) if "words" in used else 0,
+        **{name: int(name in used) for name in PER_ROW_SAMPLING},
+    }
 
 
 @normal_tensors()
-def _fitted(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
-    """The batch with the eos tokens and the sampling of these texts, by row, in new tensors of these sizes."""
-    batch, rows = len(state.lengths), {row: tensors_of(text) for row, text in texts.items()}
-    tensors: dict[str, Tensor] = {}
-    for name in (name for name in _FREE if name in sizes):
-        free = _FREE[name]
-        values = [rows[row][name].item() if name in rows.get(row, ()) else free for row in range(batch)]
-        tensors[name] = torch.tensor(values, dtype=torch.float32 if isinstance(free, float) else None, device="cpu")
+def _with_sampling(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
+    """The state with the eos tokens and the sampling of these texts, by row, in new tensors of these sizes."""
+    batch, device = len(state.lengths), state.tokens.device
     eos = torch.full((batch, sizes["eos"]), -1, device="cpu")
+    numbers = {
+        name: torch.full((batch,), free, dtype=torch.float32 if isinstance(free, float) else torch.int64, device="cpu")
+        for name, free in PER_ROW_SAMPLING.items()
+        if sizes[name]
+    }
     for row, text in texts.items():
         eos[row, : text.eos.shape[1]] = text.eos[0]
-    if "words" in sizes:
-        own = {row: text.sampling.processors for row, text in texts.items()}
-        tensors |= joined_words(own, sizes["words"], sizes["pieces"])
-    tensors = {name: tensor.to(state.tokens.device) for name, tensor in tensors.items()}
-    processors = None
-    if "prompt_lengths" in tensors:
-        processors = _of_tensors(Processors, tensors, longest_ngram=sizes.get("longest_ngram", 0))
-    sampling = _of_tensors(SamplingTensors, tensors, processors=processors, coupled=state.sampling.coupled)
-    return replace(state, eos=eos.to(state.tokens.device), sampling=sampling, is_sampled="is_sampled" in sizes)
-
-
-def _of_tensors(kind: Any, tensors: dict[str, Tensor], **others: Any) -> Any:
-    """An object of one of the `_STATE_CLASSES`, from the tensors that it has fields for."""
-    return kind(**{field.name: tensors[field.name] for field in fields(kind) if field.name in tensors}, **others)
-
-
-def _filled(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A larger tensor with the entries of this one."""
-    larger = tensor.new_full(shape, _FILL.get(name, 0))
-    larger[tuple(map(slice, tensor.shape))] = tensor
-    return larger
+        for name, number in tensors_of(text).items():
+            if name in numbers:
+                numbers[name][row] = number[0]
+    words = {}
+    if sizes["words"]:
+        words = joined_words(
+            {row: text.sampling.processors for row, text in texts.items()}, sizes["words"], sizes["pieces"]
+        )
+    tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in (numbers | words).items()}
+    sampling = {name: tensors.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in tensors}
+    processors = Processors(**tensors, longest_ngram=sizes["longest_ngram"]) if tensors else None
+    return replace(
+        state,
+        eos=eos.to(device),
+        sampling=SamplingTensors(**sampling, processors=processors, coupled=state.sampling.coupled),
+        is_sampled=bool(sizes["is_sampled"]),
+    )

@@ -50,7 +50,7 @@ class StepPlan:
         num_draft_tokens: K.
         is_fixed: True = the step is compiled: all rows have the same number of drafts, padding included. The last two
             are then None.
-        masks: asks grammars between the drafts and their verification; None = no row has one.
+        masks: asks grammars between the drafts and their verification; None = no row has a grammar.
         choose: chooses drafts, on a CPU, where the host sees them before the target reads them. An eager step then
             reads no padding. In a compiled step all rows get the largest number, whose step is ready. None =
             all K are verified.

@@ -1,4 +1,4 @@
-"""What a model is when it is looked at, and what its copy is made of."""
+"""One look at a model: what it is now, and what the modules of its copy consist of."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..ops import private
 from .references import (
     MUTABLE,
     PLAIN,
+    Parts,
     are_same,
     calls_nothing,
     globals_of,
@@ -30,13 +31,9 @@ from .references import (
 
 __all__ = ["Look"]
 
-# What is not looked at. Every module has parameters and hooks, which a copy shares, and names. Each call of a model of
-# images leaves its `rope_deltas`, which no forward of this loop reads.
-NOT_LOOKED_AT = frozenset({*vars(nn.Module()), "rope_deltas"})
-
-# Id -> an object and its number, because another object may get its id later.
-_numbers: dict[int, tuple[ReferenceType[Any], int]] = {}
-_next_number = count()
+# Attributes that are not followed. Every module has parameters, hooks and names, which are treated by themselves. Each
+# call of a model of images leaves its `rope_deltas`, which no forward of this loop reads.
+NOT_FOLLOWED = frozenset({*vars(nn.Module()), "rope_deltas"})
 
 
 class NotSeenThroughError(Exception):
@@ -46,6 +43,9 @@ class NotSeenThroughError(Exception):
 class Look:
     """What a model was when it was looked at.
 
+    A look walks over all modules and follows what their attributes refer to. Whatever it meets it records in order:
+    two looks with equal records found the same model.
+
     Attributes:
         attributes: module -> the attributes of its copy.
         code: numbers that are equal in two looks if the modules have the same hooks and methods.
@@ -54,69 +54,61 @@ class Look:
     """
 
     def __init__(self, copies: WeakKeyDictionary[nn.Module, nn.Module], before: Look | None) -> None:
-        self._copies = copies
         self.attributes: dict[nn.Module, dict[str, Any]] = {}
         self.code: list[int] = []
-        self._classes: set[type] = set()
         self.is_observed = False
-        self._not_followed: set[str] = set()
-        # All that was met, in order.
-        self._met: list[Any] = []
-        # Id -> a config, and what it said when it was copied; and its copy. Configs that are the same object, or inside
-        # each other, are so in the copy.
-        self._said: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
-        self._configs: dict[int, PreTrainedConfig] = {}
-        self._met_configs: set[int] = set()
-        if before is not None and before._says_the_same():
-            self._said, self._configs = dict(before._said), dict(before._configs)
-        # Parts -> what was made of them, in this look and the look before. Compiled code looks at the identity of a
-        # function. Older parts are forgotten: some trainers wrap a model anew in every step.
+        self._copies = copies
+        self._record: list[Any] = []
+        self._classes: set[type] = set()
+        self._unfollowable: set[str] = set()
+        self._configs: _ConfigCopies = _ConfigCopies(None if before is None else before._configs)
+        # Parts -> what was made of them, in this look and in the look before: compiled code looks at the identity of a
+        # function. Older parts are forgotten, because some trainers wrap a model anew in every step.
         self._made: dict[Hashable, Any] = {}
         self._made_before = {} if before is None else before._made
-        # What is being followed.
-        self._inside: list[Any] = []
+        # Ids of the values that are being followed. They may refer to themselves.
+        self._inside: set[int] = set()
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
         """The copies of the configs that the modules have."""
-        return list(self._configs.values())
+        return list(self._configs.copies.values())
 
     @property
     def not_followed(self) -> str:
         """Which attributes may call modules of the model itself; "" = none."""
-        names = ", ".join(sorted(self._not_followed))
+        names = ", ".join(sorted(self._unfollowable))
         return names and f"{names} may call modules in a way that cannot be followed"
-
-    def _says_the_same(self) -> bool:
-        """Whether the configs that were met are all that was copied, and have not changed since."""
-        try:
-            return self._met_configs == set(self._said) and all(
-                vars(each) == said for each, said in self._said.values()
-            )
-        # Tensors and arrays are neither equal nor different.
-        except (RuntimeError, ValueError):
-            return False
 
     def is_same_as(self, other: Look) -> bool:
         return (
             self.code == other.code
-            and len(self._met) == len(other._met)
+            and len(self._record) == len(other._record)
             and all(
-                one is two or (type(one) is type(two) and type(one) in PLAIN and one == two)
-                for one, two in zip(self._met, other._met, strict=True)
+                mine is theirs or (type(mine) is type(theirs) and type(mine) in PLAIN and mine == theirs)
+                for mine, theirs in zip(self._record, other._record, strict=True)
             )
         )
 
+    def look_at_global_hooks(self) -> None:
+        for hook in private.global_hooks():
+            self.is_observed = True
+            self.code.append(_number(hook))
+
     def copy_of(self, module: nn.Module) -> nn.Module:
+        """The copy of a module, which is looked at if this look has not met it yet."""
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"model: expected modules of Python, got {type(module).__name__} (torch.jit)")
         clone = self._copies.get(module)
         if clone is None:
             # A class's own `__new__` may take arguments.
             clone = self._copies[module] = object.__new__(type(module))
-        self._met.append(clone)
-        if module in self.attributes:
-            return clone
+        self._record.append(clone)
+        if module not in self.attributes:
+            self._look_at(module)
+        return clone
+
+    def _look_at(self, module: nn.Module) -> None:
         own = vars(module)
         attributes = self.attributes[module] = own | {"training": False}
         # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
@@ -125,46 +117,27 @@ class Look:
         # A forward that keeps hidden states, as many of images do, adds hooks to its layers first (transformers).
         attributes["_forward_hooks"] = own["_forward_hooks"].copy()
         attributes["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
-        self._met += (type(module), *module._modules)
+        self._record += (type(module), *module._modules)
+        self.is_observed |= "forward" in own or "parametrizations" in module._modules
         self._look_at_class(type(module))
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            self._follow_hooks(own[name], own[f"{name}_with_kwargs"], module, name)
+        self._look_at_hooks(module, "_forward_pre_hooks")
+        self._look_at_hooks(module, "_forward_hooks")
         for weight in module._parameters.values():
             if isinstance(weight, nn.UninitializedParameter):
                 raise ValueError(f"model: {type(module).__name__} has no weights yet; run the model once")
             # Not the weight, which its owner may want to free.
-            self._met += (type(weight), getattr(weight, "dtype", None), getattr(weight, "device", None))
-        self.is_observed |= "forward" in own or "parametrizations" in module._modules
+            self._record += (type(weight), getattr(weight, "dtype", None), getattr(weight, "device", None))
         attributes["_modules"] = {
             name: child if child is None else self.copy_of(child) for name, child in module._modules.items()
         }
         for name, value in own.items():
-            if name not in NOT_LOOKED_AT:
-                self._met.append(name)
+            if name not in NOT_FOLLOWED:
+                self._record.append(name)
                 self.is_observed |= type(value) in (FunctionType, MethodType) and is_foreign(value)
                 try:
-                    attributes[name] = self._rebound(value, module)
+                    attributes[name] = self._in_copy(value, module)
                 except NotSeenThroughError:
-                    self._not_followed.add(f"{type(module).__name__}.{name}")
-        return clone
-
-    def _follow_hooks(self, hooks: dict[int, Any], with_kwargs: dict[int, bool], module: nn.Module, name: str) -> None:
-        """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called
-        unchanged, because many take notes on the model."""
-        for key, hook in hooks.items():
-            # transformers' own take note of what a forward shall return.
-            self.is_observed |= package(hook) != "transformers"
-            self.code += (_number(hook), key in with_kwargs)
-            if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):
-                with suppress(NotSeenThroughError):
-                    if (rebound := self._rebound(hook, module)) is not hook:
-                        self.attributes[module][name] = self.attributes[module][name] | {key: rebound}
-        self.code.append(len(hooks))
-
-    def look_at_global_hooks(self) -> None:
-        for hook in private.global_hooks():
-            self.is_observed = True
-            self.code.append(_number(hook))
+                    self._unfollowable.add(f"{type(module).__name__}.{name}")
 
     def _look_at_class(self, kind: type[nn.Module]) -> None:
         if kind in self._classes:
@@ -177,17 +150,32 @@ class Look:
                 if isinstance(value, FunctionType):
                     self.code.append(_number(value))
                 if reaches_module(value):
-                    self._not_followed.add(f"{kind.__name__}.{name}")
+                    self._unfollowable.add(f"{kind.__name__}.{name}")
 
-    def _rebound(self, value: Any, owner: nn.Module) -> Any:
-        """`value`, which a module `owner` refers to, with copies in the places of modules; itself if there are none.
+    def _look_at_hooks(self, module: nn.Module, name: str) -> None:
+        """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called
+        unchanged, because many take notes on the model."""
+        hooks, with_kwargs = vars(module)[name], vars(module)[f"{name}_with_kwargs"]
+        for key, hook in hooks.items():
+            # transformers' own take note of what a forward shall return.
+            self.is_observed |= package(hook) != "transformers"
+            self.code += (_number(hook), key in with_kwargs)
+            if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):
+                with suppress(NotSeenThroughError):
+                    if (new := self._in_copy(hook, module)) is not hook:
+                        self.attributes[module][name] = self.attributes[module][name] | {key: new}
+        self.code.append(len(hooks))
+
+    def _in_copy(self, value: Any, owner: nn.Module) -> Any:
+        """What the copy of module `owner` has for a value of `owner`: the value itself, if no reference leads from it
+        to a module, else the same made of copies.
 
         Raises:
-            NotSeenThroughError: it may refer to modules in another way.
+            NotSeenThroughError: it may refer to modules in a way that cannot be followed.
         """
-        # Not `value`: what refers to the model itself would keep it alive.
         new = value if type(value) in PLAIN else self._followed(value, owner)
-        self._met.append(new)
+        # Not `value`: what refers to the model itself would keep it alive.
+        self._record.append(new)
         return new
 
     def _followed(self, value: Any, owner: nn.Module) -> Any:
@@ -196,32 +184,39 @@ class Look:
         if issubclass(kind, nn.Module):
             return self.copy_of(value)
         if issubclass(kind, PreTrainedConfig):
-            return self._config(value)
+            return self._configs.copy_of(value)
         if calls_nothing(kind):
             return value
         if kind is FunctionType:
             # Unwrap the result of `torch.compile`: the loop compiles its own steps.
             compiled = getattr(value, "_torchdynamo_orig_callable", None)
             if compiled is not None and not getattr(value, "_torchdynamo_disable", False):
-                return self._rebound(compiled, owner)
+                return self._in_copy(compiled, owner)
+            # A function of the owner's class.
             if any(vars(each).get(value.__name__) is value for each in type(owner).__mro__):
                 return value
-        parts = None if any(value is each for each in self._inside) else parts_of(value)
-        if parts is None:
-            if reaches_module(value):
-                raise NotSeenThroughError
-            return value
+        parts = None if id(value) in self._inside else parts_of(value)
+        if parts is not None:
+            return self._of_parts(value, owner, parts)
+        if reaches_module(value):
+            raise NotSeenThroughError
+        return value
+
+    def _of_parts(self, value: Any, owner: nn.Module, parts: Parts) -> Any:
+        """The value made of what the copy has for its parts."""
         old, make, key = parts
-        self._inside.append(value)
+        kind = type(value)
+        self._inside.add(id(value))
         try:
             if kind is MethodType and isinstance(value.__self__, nn.Module):
                 owner = value.__self__
             for each in globals_of(value) if kind is FunctionType else ():
-                if not any(each is one for one in self._inside) and self._rebound(each, owner) is not each:
+                # A function made anew has the same globals.
+                if id(each) not in self._inside and self._in_copy(each, owner) is not each:
                     raise NotSeenThroughError
-            new = [self._rebound(part, owner) for part in old]
+            new = [self._in_copy(part, owner) for part in old]
         finally:
-            self._inside.pop()
+            self._inside.discard(id(value))
         if are_same(new, old):
             return value
         whole = kind, *key, *map(id, new)
@@ -232,20 +227,50 @@ class Look:
         self._made[whole] = made
         return made
 
-    def _config(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        self._met_configs.add(id(config))
-        if id(config) not in self._said:
+
+class _ConfigCopies:
+    """Copies of a model's configs, kept from look to look until any config changes. Configs that are the same object,
+    or inside each other, are so in the copy."""
+
+    def __init__(self, before: _ConfigCopies | None) -> None:
+        # Id -> the copy of a config.
+        self.copies: dict[int, PreTrainedConfig] = {}
+        # Id -> a config that was copied, and its attributes then.
+        self._copied: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
+        self._met: set[int] = set()
+        if before is not None and before._are_valid():
+            self.copies, self._copied = dict(before.copies), dict(before._copied)
+
+    def _are_valid(self) -> bool:
+        """Whether the configs that were met are all that was copied, and have not changed since."""
+        try:
+            return self._met == set(self._copied) and all(
+                vars(config) == then for config, then in self._copied.values()
+            )
+        # Tensors and arrays are neither equal nor different.
+        except (RuntimeError, ValueError):
+            return False
+
+    def copy_of(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        self._met.add(id(config))
+        if id(config) not in self._copied:
             try:
-                self._said[id(config)] = config, copy.deepcopy(vars(config))
-                memory: dict[int, Any] = dict(self._configs)
+                self._copied[id(config)] = config, copy.deepcopy(vars(config))
+                memory: dict[int, Any] = dict(self.copies)
                 copy.deepcopy(config, memory)
             except TypeError as error:
                 raise ValueError(f"model: {type(config).__name__} cannot be copied: {error}") from error
-            self._configs |= {key: each for key, each in memory.items() if isinstance(each, PreTrainedConfig)}
-        return self._configs[id(config)]
+            self.copies |= {key: each for key, each in memory.items() if isinstance(each, PreTrainedConfig)}
+        return self.copies[id(config)]
+
+
+# Id -> an object and its number, because another object may get its id later.
+_numbers: dict[int, tuple[ReferenceType[Any], int]] = {}
+_next_number = count()
 
 
 def _number(value: Any) -> int:
+    """A number that no other object gets."""
     known = _numbers.get(id(value))
     if known is None or known[0]() is not value:
         try:

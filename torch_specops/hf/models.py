@@ -40,7 +40,7 @@ TESTED_FAMILIES = {
 # The mask of a token that sees every slot, which `grouped_attention` leaves out.
 ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 
-# The mask argument of attention: a mask, or spans of slots [B, 1, n, 2]; or one such for each kind of layer.
+# The mask argument of attention: a mask, or spans of slots [B, 1, n, 2]; or either for each kind of layer.
 Seen = Tensor | Mapping[str, Tensor | None]
 
 

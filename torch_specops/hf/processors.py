@@ -209,13 +209,38 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
     return None
 
 
+class _Row:
+    """A row in a call of `_HostProcessors`.
+
+    Attributes:
+        new: its new tokens and its drafts; -1 where there is no draft.
+        first, last: the processors are asked about the texts with `first` .. `last` of these. The last text ends before
+            an eos, before a draft that they exclude, or with the last draft.
+        has_ended: True = an eos follows the last text.
+    """
+
+    def __init__(self, tokens: Tensor, padding: Tensor, lengths: list[int], start: int, eos: list[int]) -> None:
+        self._tokens, self._padding, self._start = tokens, padding, start
+        self.new: list[int] = tokens[start : lengths[-1]].tolist()
+        self.first = lengths[0] - start
+        self.last = min((self.new.index(token) for token in {-1, *eos} if token in self.new), default=len(self.new))
+        self.has_ended = self.last < len(self.new) and self.new[self.last] >= 0
+
+    def text(self, count: int, pad_token_id: int) -> Tensor:
+        """[P + count], what the row shows in a call for rows with this number of new tokens."""
+        text = pad(self._padding, (0, count), value=pad_token_id)
+        num_shown = min(count, self.last + self.has_ended)
+        begin = len(text) - self._start - (count if self.has_ended else num_shown)
+        text[begin:][: self._start + num_shown] = self._tokens[: self._start + num_shown]
+        return text
+
+
 class _HostProcessors:
     """Processors as transformers calls them: on the text of every row, padding included, with one more token each time.
 
     Rows have different numbers of new tokens. Each call passes all rows, because a processor may know its rows by
     index, and only rows with the right number keep the result. The others show what can come about too: a row ahead is
     cut, a row behind has more padding on its left, and an ended row has padding after its eos, as in transformers.
-    No call is made for what follows an eos, or a draft that a call has excluded.
 
     Unless they are asked about each text once, the processors are asked about the first texts again after others, and
     a processor with another answer is refused.
@@ -241,31 +266,29 @@ class _HostProcessors:
         return self
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        batch, width = text.shape
-        rows, index = torch.arange(batch, device=text.device), torch.arange(width, device=text.device)
-        starts, firsts = self._prompt_lengths.to(text.device), lengths[:, 0]
-        is_eos = (text.unsqueeze(2) == self._eos.to(text.device).unsqueeze(1)).any(2) & (text >= 0)
-        is_end = (is_eos | (text < 0)) & (index >= starts.unsqueeze(1))
-        # The longest text that each row is asked about: up to an eos, its last draft, or a draft that is excluded.
-        lasts = torch.minimum(torch.where(is_end.any(1), is_end.long().argmax(1), width), lengths[:, -1])
-        ended = (lasts < lengths[:, -1]) & is_eos[rows, lasts.clamp(max=width - 1)]
+        padding, pad_token = self._sampling.padding, self._sampling.pad_token_id
+        columns = text.cpu(), padding, lengths.tolist(), self._prompt_lengths.tolist(), self._eos.tolist()
+        rows = [_Row(*row) for row in zip(*columns, strict=True)]
+        index = torch.arange(len(rows), device=text.device)
         processed = logits.to(torch.float32, copy=True)
-        for count in (lengths - starts.unsqueeze(1)).unique().tolist():
-            ends = starts + count
-            asked = (firsts <= ends) & (ends <= lasts)
-            if not bool(asked.any()):
+        for count in sorted({count for row in rows for count in range(row.first, row.last + 1)}):
+            asked = [row.first <= count <= row.last for row in rows]
+            if not any(asked):
                 continue
-            places = (ends - firsts).clamp(0, logits.shape[1] - 1)
-            question = self._texts(text, count, lasts, ended), processed[rows, places], asked.tolist()
+            texts = torch.stack([row.text(count, pad_token) for row in rows]).to(text.device)
+            places = [min(max(count - row.first, 0), logits.shape[1] - 1) for row in rows]
+            question = texts, processed[index, places], asked
             *_, scores = answers = self._answers(*question)
             if self._num_asked == 0 and not self._sampling.asked_once:
                 self._first = question, answers
             self._num_asked += 1
-            processed[rows[asked], places[asked]] = scores[asked].to(processed)
-            drafts = text.gather(1, ends.clamp(max=width - 1).unsqueeze(1)).clamp(min=0)
-            is_excluded = asked & (ends < lengths[:, -1]) & ~(scores.gather(1, drafts).squeeze(1) > -math.inf)
-            lasts = torch.where(is_excluded, ends, lasts)
-            ended = ended & ~is_excluded
+            drafts = [row.new[count] if count < len(row.new) else 0 for row in rows]
+            is_excluded = (~(scores[index, drafts] > -math.inf)).tolist()
+            for b, row in enumerate(rows):
+                if asked[b]:
+                    processed[b, places[b]] = scores[b]
+                    if is_excluded[b]:
+                        row.last, row.has_ended = count, False
         if self._first is not None and self._num_asked > 1:
             (question, answers), self._first = self._first, None
             for processor, before, after in zip(self._processors, answers, self._answers(*question), strict=True):
@@ -273,15 +296,6 @@ class _HostProcessors:
                 if not torch.allclose(before, after, rtol=1e-4, atol=1e-4, equal_nan=True):
                     raise _refused(processor, "answered one text in two ways")
         return processed
-
-    def _texts(self, text: Tensor, count: int, lasts: Tensor, ended: Tensor) -> Tensor:
-        """[B, P + count], what the rows show in a call for those with this number of new tokens."""
-        padding = pad(self._sampling.padding, (0, count), value=self._sampling.pad_token_id).to(text.device)
-        ends = self._prompt_lengths.to(text.device) + count
-        shown = torch.where(ended, ends, torch.minimum(ends, lasts))
-        places = torch.arange(padding.shape[1], device=text.device) - (padding.shape[1] - shown).unsqueeze(1)
-        is_own = (places >= 0) & (places < (lasts + ended.long()).unsqueeze(1))
-        return torch.where(is_own, text.gather(1, places.clamp(0, text.shape[1] - 1)), padding)
 
     def _answers(self, texts: Tensor, logits: Tensor, rows_asked: list[bool]) -> list[Tensor]:
         """The scores [B, V] after each processor, which may write into those that it gets."""

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 __all__ = [
     "MUTABLE",
     "PLAIN",
+    "Parts",
     "are_same",
     "calls_nothing",
     "globals_of",
@@ -32,10 +33,10 @@ PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 # Others may change them later.
 MUTABLE = (list, set, dict, OrderedDict)
 INERT = (complex, bytes, Enum, type, ModuleType, BuiltinFunctionType, PreTrainedConfig, GenerationConfig)
-
-
 # The packages whose classes and functions keep nothing of what a forward computes.
 KNOWN = {"torch", "torchao", "torch_specops", "transformers", "peft"}
+# The parts of a value, the function that makes the same of other parts, and the rest of what determines the result.
+Parts = tuple[Sequence[Any], Callable[..., Any], tuple[Hashable, ...]]
 
 
 def is_foreign(value: Any) -> bool:
@@ -53,9 +54,8 @@ def calls_nothing(kind: type) -> bool:
     return kind in PLAIN or issubclass(kind, INERT) or package(kind) == "torch"
 
 
-def parts_of(value: Any) -> tuple[Sequence[Any], Callable[..., Any], tuple[Hashable, ...]] | None:
-    """The parts of a value, the function that makes the same of other parts, and the rest of what determines the
-    result. None = a value of another kind."""
+def parts_of(value: Any) -> Parts | None:
+    """What a value refers to, and how to make the same of other parts. None = it cannot be taken apart."""
     kind: Any = type(value)
     if kind is MethodType:
         return (value.__func__, value.__self__), MethodType, ()

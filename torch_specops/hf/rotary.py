@@ -99,7 +99,7 @@ def _rotate(
     if read.lengths is None or not (is_dynamic or kind == "longrope"):
         return forward(x, position_ids)
     switch, num_tokens = _switch(rotary, layer_type), position_ids.shape[-1]
-    # Longrope has two sets of frequencies, and dynamic scaling one for each length beyond the switch.
+    # Longrope has two sets of frequencies, and dynamic scaling a set for each length beyond the switch.
     lengths = read.lengths.clamp(switch, None if is_dynamic else switch + 1)
     values: tuple[Tensor, ...] | None = None
     is_single = True

@@ -36,7 +36,7 @@ _lock = threading.Lock()
 class StopRules(NamedTuple):
     """The rules that end rows."""
 
-    lengths: list[int]  # of the longest sequence, prompt and padding included; at least one
+    lengths: list[int]  # of the longest sequence, prompt and padding included; at least 1
     eos_token_ids: list[int]
     row_rules: list[RowRule]  # their answer for a row depends on this row, or on the clock
     batch_rules: list[BatchRule]  # all others, which are called as transformers would call them
@@ -150,7 +150,7 @@ class _TokenBytes:
 
 
 def _ask_of_rows(criterion: StoppingCriteria, texts: list[list[int]]) -> list[bool]:
-    """Show the criterion the newest tokens of each text: as many as a stop string may have, or one."""
+    """Show the criterion the newest tokens of each text: as many as a stop string may have, or the last."""
     width = getattr(criterion, "maximum_token_len", 1)
     # No string has a token outside the vocabulary.
     outside = torch.iinfo(torch.int64).max

@@ -40,7 +40,7 @@ def sample_gumbel(
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
             largest float32.
-        seeds: [N] int64, one for each text.
+        seeds: [N] int64, a seed for each text.
         positions: [N] int64, the index of each token in its text, which is the number of tokens before it.
         temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum). A
             tensor may have inf: all tokens are equally likely.
@@ -93,7 +93,7 @@ def verify_gumbel(
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the walk.
         draft_tokens: [B, K] int64 or int32. A token outside [0, V) is padding, which equals no token.
-        seeds: [B] int64, one for each text.
+        seeds: [B] int64, a seed for each text.
         positions: [B] int64, the position of row 0: the number of tokens in the text so far.
         temperature, top_k, top_p, min_p: [B] or a number, as in `sample_gumbel`.
 

@@ -39,7 +39,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     """Uniform random numbers for each sequence, bit-identical on CPU and CUDA, eager and compiled.
 
     Args:
-        seeds: [B] int64, one per request; all 64 bits count.
+        seeds: [B] int64, a seed per request; all 64 bits count.
         positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
             repeats its numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are the same as in a call with n = m.

@@ -160,7 +160,7 @@ def _verify_arguments(
     **numbers: float,
 ) -> dict[str, Any]:
     """Sequences of numbers are repeated over the rows. `lse` is added to the draft's."""
-    # Larger vocabularies get larger logits, as those of models are, so that the likely tokens stay few.
+    # Larger vocabularies get larger logits, as models have them, so that the likely tokens stay few.
     spread = 2.0 + math.log10(vocab_size)
     target = spread * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
     noise_rows = _cycle(noise, batch).float().view(-1, 1, 1)
@@ -201,7 +201,7 @@ def _verify_arguments(
 
 
 def _with_noise(generator: torch.Generator, args: dict[str, Any], tokens: Any) -> dict[str, Any]:
-    """The arguments of `verify_gumbel`, from those of `verify_exact`."""
+    """The arguments of `verify_exact` -> the arguments of `verify_gumbel`."""
     noise, rows = _noise_arguments(generator, args), {key: args[key] for key in ROWS if key in args}
     target, drafts = args["target_logits"], args["draft_tokens"]
     for i in range(drafts.shape[1]):
@@ -236,7 +236,7 @@ HALVES = (BFLOAT16, HALF)
 MIXED_TEMPERATURE = (0.0, 1.0, 0.7, 0.0, 1.5, 0.3)
 # alpha and beta of a sigmoid case that names none; () for their defaults.
 SCALES: tuple[tuple[float, ...], ...] = ((-5.0, 5.0), (), (-2.0, 7.0), (-1e4, 1e4))
-# Nearly equal scores reject only when the uniforms come close to one.
+# Nearly equal scores reject only when the uniforms come close to 1.
 LATE = tuple(1.0 - 2.0 ** -(3 + i % 9) for i in range(13))
 # Rows with and without each filter share a batch, six rows and more.
 TOP_K = {"top_k": (1, 0, 5, 3, 10**6, 20)}
@@ -244,7 +244,7 @@ TOP_P = {"top_p": (0.9, 0.5, 1.0, 0.0, 0.97, 2.0)}
 MIN_P = {"min_p": (0.1, 0.0, 0.5, 1.0, 0.02, -1.0)}
 ALL_FILTERS = {"top_k": (50, 0, 5, 8, 3), "top_p": (0.9, 0.6, 1.0, 0.95), "min_p": (0.0, 0.2, 0.05)}
 NO_LAW = {"top_p": (NAN, 0.9, 1.0), "min_p": (0.1, NAN, 0.0, 0.0)}
-# Added to the lse of the draft's rows: of other logits, of another temperature, or made of broken ones.
+# Added to the lse of the draft's rows: of other logits, of another temperature, or made of broken logits.
 WRONG_LSE = (-95.0, NAN, 0.5, 95.0, INF, -0.3, -INF, 0.0, -1e3, 1e30, 2.0)
 
 CASES: dict[str, Options] = {
@@ -383,6 +383,13 @@ CASES: dict[str, Options] = {
     "lse_wrong_largest": {"lse": WRONG_LSE, "edit": edits.raise_by(3e38), "accept": (0.5, 0.0)},
     "lse_wrong_masked": {"lse": WRONG_LSE, "edit": edits.mask, "batch": 12, "accept": (0.5, 0.0, 0.1)},
     "lse_wrong_same": {"lse": WRONG_LSE, "edit": edits.same, "num_drafts": 8, "accept": (0.5, 0.0, 0.9, 0.2)},
+    "lse_wrong_same_excluded_tokens": {
+        "lse": (-0.3, math.log(2.0)),
+        "edit": edits.same,
+        "tokens": edits.token_zero_later,
+        "num_drafts": 2,
+        "accept": (0.3,),
+    },
     "lse_wrong_filters": {
         "lse": WRONG_LSE,
         "filters": ALL_FILTERS,

@@ -51,7 +51,7 @@ def check_lossless(
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
             differ for each trial. All its random numbers must come from the seeds, by row, or for the batch by
             `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L], L >= `num_tokens`: the
-            generated tokens without the prompt, at least one per row, then any negative number. To have drafts counted,
+            generated tokens without the prompt, at least 1 per row, then any negative number. To have drafts counted,
             it returns `(tokens, num_accepted, num_reached)`, the last two [N]: drafts accepted, and drafts accepted or
             rejected, which excludes those after a rejection.
         target: the law to keep: a function from int64 texts [N, t] to logits [N, V] of the next token (or [N, t, V], of
@@ -150,7 +150,7 @@ def check_engine(
     Args:
         generate: called as `generate(prompts, params, seeds)` with lists of equal length: prompts as lists of token
             ids, a `SamplingParams` of numbers for each, and ints in [0, 2**31). It returns the new tokens of each
-            request, as lists or as an integer tensor [N, L], in the same order: at least one, and `num_tokens` unless
+            request, as lists or as an integer tensor [N, L], in the same order: at least 1, and `num_tokens` unless
             the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
             but must not start every call from the same state.
         target: the model as in `check_lossless`, but before temperature and filters.

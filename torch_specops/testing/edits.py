@@ -26,7 +26,7 @@ def vocab_sliced(x: Tensor) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The last dimension is the one with the largest stride."""
+    """The last dimension has the largest stride."""
     return x.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
@@ -69,6 +69,11 @@ def token_zero(tokens: Tensor, vocab_size: int) -> None:
     tokens[:] = 0
 
 
+def token_zero_later(tokens: Tensor, vocab_size: int) -> None:
+    """All but the first."""
+    tokens[:, 1:] = 0
+
+
 def fill_target(value: float) -> Callable[[Tensor, Tensor], None]:
     return lambda target, draft: _fill(target, value)
 
@@ -78,7 +83,7 @@ def fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
 
 
 def _fill(logits: Tensor, value: float) -> None:
-    """Row 0 at every position, row 1 at the first one, row 2 at the last one; half of row 3."""
+    """Row 0 at every position, row 1 at the first, row 2 at the last; half of row 3."""
     logits[:1] = value
     logits[1:2, :1] = value
     logits[2:3, -1:] = value

@@ -1,4 +1,4 @@
-"""`verify_exact` as it is written by hand, right or with a plausible mistake: a control for tests."""
+"""`verify_exact` as written by hand, right or with a plausible mistake: a control for tests."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class LosslessReport(Report):
     `total_variation_bound` is excluded with 99 % confidence.
 
     Attributes:
-        tests: one for each position, then the joint test.
+        tests: a test for each position, then the joint test.
         trials: how many texts were generated.
         significance: probability that a lossless loop is rejected by any of the tests (Bonferroni).
         mistakes: name of a well-known mistake -> the total variation at position 0 that it would cause with this target

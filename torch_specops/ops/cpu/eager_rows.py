@@ -45,7 +45,7 @@ def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
 
 def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
     """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): as many sampled
-    sequences as stay in the cache, but at least one. The others are greedy, or have a negative or NaN temperature."""
+    sequences as stay in the cache, at least 1. The others are greedy, or have a negative or NaN temperature."""
     temperatures = [1.0] * logits.shape[0] if temperature is None else temperature.tolist()
     if len(temperatures) == 1:
         yield temperatures[0] > 0, slice(0, 1)

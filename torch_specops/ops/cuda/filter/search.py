@@ -261,6 +261,9 @@ def cut_kernel(
                     if is_mass:
                         skipped = count_left_out(lo, above, wanted, held, count, scaling)
         if min_p_ptr is not None:
+            if DTYPE.primitive_bitwidth == 32:
+                # Loaded again: on sm_80 ptxas would keep registers on the stack to hold it during the search.
+                min_p = tl.load(min_p_ptr + b)
             if min_p > 0:
                 likely = lowest_likely(lo, highest, min_p, scaling, DTYPE)
                 first_at_cut = tl.where(likely > lo, 0, first_at_cut)
