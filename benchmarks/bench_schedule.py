@@ -9,8 +9,9 @@ bytes     the byte-level target with its draft model and with one that is always
 
 The ways take turns, and each keeps a decoder. The first round warms up. A line has a speed of the seconds of whole
 calls without a draft / the seconds, the median over the other rounds; and one by count, where steps of one number of
-tokens take the least time that any of them took, and prompts take none. By verify="gumbel" a text is the same in every
-way; this is checked in float32.
+tokens take the least time that any of them took, and prompts take none. "bound" is by count what drafts of the same K
+would give if the target read only those that are right, and if proposing took no time: no schedule does better. By
+verify="gumbel" a text is the same in every way; this is checked in float32.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Watched(Schedule):
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.buckets = schedule, schedule.buckets
-        self.own_seconds, self.num_steps = 0.0, 0
+        self.own_seconds = 0.0
         self.steps: list[PastStep] = []
 
     def plan(self, step: NextStep) -> Sequence[int]:
@@ -70,7 +71,6 @@ class Watched(Schedule):
         started = time.perf_counter()
         self.schedule.learn(step)
         self.own_seconds += time.perf_counter() - started
-        self.num_steps += 1
         self.steps.append(step)
 
     def reset(self) -> None:
@@ -81,9 +81,10 @@ def tokens_read(step: PastStep) -> int:
     return len(step.planned.texts) + sum(step.proposed)
 
 
-def by_count(lists: Sequence[Sequence[PastStep]]) -> list[float]:
+def by_count(lists: Sequence[Sequence[PastStep]]) -> list[tuple[float, float]]:
     """The seconds of several lists of steps on a machine that does nothing else: a step takes the least time of all
-    that read as many tokens, in between on a line, and the least of all that drafted as many."""
+    that read as many tokens, in between on a line, and the least of all that drafted as many. Then those seconds if the
+    target had read the drafts alone that it accepted, and proposing took no time."""
     least: dict[int, dict[int, float]] = {}
     drafting: dict[int, float] = {0: 0.0}
     for step in chain(*lists):
@@ -94,11 +95,13 @@ def by_count(lists: Sequence[Sequence[PastStep]]) -> list[float]:
             drafting[count] = min(step.draft_seconds, drafting.get(count, step.draft_seconds))
     sums = []
     for steps in lists:
-        total = sum(drafting[step.num_draft_tokens] for step in steps)
+        total, bound = sum(drafting[step.num_draft_tokens] for step in steps), 0.0
         for step in steps:
-            known = sorted(least[step.planned.num_rows].items())
-            total += float(np.interp(tokens_read(step), *zip(*known, strict=True)))
-        sums.append(total)
+            known = zip(*sorted(least[step.planned.num_rows].items()), strict=True)
+            counts = tokens_read(step), len(step.planned.texts) + sum(step.accepted)
+            read, accepted = np.interp(counts, *known).tolist()
+            total, bound = total + read, bound + accepted
+        sums.append((total, bound))
     return sums
 
 
@@ -176,6 +179,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     runs: dict[tuple[str, str], list[float]] = {}
     stats: dict[tuple[str, str], Any] = {}
     steps: dict[tuple[str, str], list[PastStep]] = {}
+    planning: dict[tuple[str, str], float] = {}
     tasks = [(kind, name) for kind in decoders for name in [*lines, *([] if is_bytes else ["requests"])]]
     if options.lines:
         tasks = [task for task in tasks if task[1] in options.lines]
@@ -185,7 +189,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 texts = {}
                 ways = list(decoders[kind].items())
                 for way, decoder in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                    decoder.schedule.steps = []
+                    decoder.schedule.steps, decoder.schedule.own_seconds = [], 0.0
                     started = time.perf_counter()
                     if name == "requests":
                         texts[way] = refill(decoder, everything, options, number)
@@ -194,6 +198,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     runs.setdefault((name + kind, way), []).append(time.perf_counter() - started)
                     stats[name + kind, way] = decoder.stats
                     steps[name + kind, way] = decoder.schedule.steps
+                    planning[name + kind, way] = decoder.schedule.own_seconds / len(decoder.schedule.steps)
                 if options.dtype == "float32" and any(found != texts[NO_DRAFT] for found in texts.values()):
                     raise RuntimeError(f"{name}: a draft has changed a text")
     report = Report(options.out, environment(torch.device("cpu")), arguments=settings_of(options))
@@ -206,17 +211,17 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             own = stats[line, way]
             record = {"line": line, "way": way, "seconds": seconds, "speedup": speed}
             # Of the last round.
-            record |= {"speedup_by_count": counted[NO_DRAFT] / counted[way], "num_steps": len(steps[line, way])}
+            plain, (total, bound) = counted[NO_DRAFT][0], counted[way]
+            record |= {"speedup_by_count": plain / total, "bound_by_count": plain / bound}
+            record |= {"num_steps": len(steps[line, way]), "planning_us": 1e6 * planning[line, way]}
             record |= {"tokens_read": sum(map(tokens_read, steps[line, way]))}
             # Of its last call.
             record |= {"drafts_per_step": own.num_proposed / own.num_row_steps}
             report.add([record | {"mean_acceptance_length": own.mean_acceptance_length}])
-    for kind, own in decoders.items():
-        schedule = own[AUTO].schedule
-        assert isinstance(schedule, Watched)
-        print(f"auto{kind}: {1e6 * schedule.own_seconds / schedule.num_steps:.0f} us a step for the schedule itself")
-    line = "{line} | {way} | {speedup:.2f} | {speedup_by_count:.3f} | {num_steps} | {tokens_read}"
-    print(table("line | way | speed | by count | steps | tokens read", line, report.records, padded=True))
+    head = "line | way | speed | by count | bound | steps | tokens read | us to plan"
+    speeds = "{line} | {way} | {speedup:.2f} | {speedup_by_count:.3f} | {bound_by_count:.3f}"
+    counts = "{num_steps} | {tokens_read} | {planning_us:.0f}"
+    print(table(head, f"{speeds} | {counts}", report.records, padded=True))
     return report.records
 
 

@@ -78,6 +78,8 @@ class Auto(Schedule):
     def reset(self) -> None:
         self._account = self._elapsed = 0.0
         self._num_undrafted = 0
+        # The texts for which drafts that are not known did not pay when they were last planned.
+        self._declined: list[int] | None = None
         self._texts: dict[int, _Share] = {}
         self._rates: dict[int, float] = {}
         self._saved: dict[int, float] = {}
@@ -103,6 +105,9 @@ class Auto(Schedule):
         purse = at_stake + (LOAN if step.asks_again else LOAN_OF_OTHERS) * base
         if purse <= 0 or (step.asks_again and step.offered is None):
             return rooms if purse > 0 else nothing
+        # Nothing is learned of them from steps without drafts.
+        if texts == self._declined and self._num_undrafted % TRY_EVERY > 0:
+            return nothing
         self._texts = {text: self._texts.get(text) or _Share() for text in texts}
         reached = self._chances(step, rooms)
         self._saved = self._savings(step, list(map(sum, reached)), base, costs.of(0))
@@ -136,7 +141,8 @@ class Auto(Schedule):
         counts = nothing.copy()
         for _, _, index in offers[:num_best]:
             counts[index] += 1
-        if num_best == 0 and not step.asks_again and self._num_undrafted >= TRY_EVERY:
+        self._declined = list(texts) if num_best == 0 and not step.asks_again else None
+        if self._declined is not None and self._num_undrafted >= TRY_EVERY:
             tried = [min(room, 1) for room in rooms]
             return tried if spent(sum(tried), 1) <= at_stake + LOAN * base else nothing
         return counts
@@ -151,12 +157,12 @@ class Auto(Schedule):
             costs.add_drafting(step.num_draft_tokens, step.draft_seconds)
         if not step.proposed:
             return
-        if costs.is_known:
-            base = costs.of(plain)
+        base = costs.of(plain) if costs.is_known else 0.0
+        self._elapsed += base
+        if base > 0 and step.num_draft_tokens > 0:
             accepted = zip(planned.texts, step.accepted, strict=True)
             saved = sum(base * self._saved.get(text, 0.0) * count for text, count in accepted)
             spent = max(costs.of(read) - base, 0.0) + costs.draft_seconds(step.num_draft_tokens, base)
-            self._elapsed += base
             self._account = min(self._account + saved - spent, MOST_SAVED * (base + spent))
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)

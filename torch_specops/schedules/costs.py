@@ -10,6 +10,8 @@ __all__ = ["StepCosts"]
 
 # Times that are kept for each number of tokens. One that was read once takes at most SURPRISE times what others say.
 NUM_TIMES, SURPRISE = 8, 1.2
+# How far the least time of a number may move before anything is computed anew.
+PRECISION = 0.02
 # After so many steps what was not read loses so much of what it takes beyond expectation.
 FADING, FADED = 64, 0.7
 # A forward over no token, in tokens; and the draft's forward, in steps.
@@ -26,6 +28,8 @@ class StepCosts:
         # Numbers of which one time is enough: they took surprisingly long before, have faded, or were timed for itself.
         self._unsure: set[int] = set()
         self._times: dict[int, deque[float]] = {}
+        # Of the times, when they were measured last.
+        self._least: dict[int, float] = {}
         self._points: list[tuple[int, float]] = []
         self._found: dict[int, float] = {}
         # Numbers that were read since unread ones have faded, and steps since then.
@@ -33,6 +37,7 @@ class StepCosts:
         self._num_steps = self._num_plain = self._num_since = 0
         # Of proposing, by the number of drafts.
         self._drafting: dict[int, deque[float]] = {}
+        self._drafting_found: dict[int, float] = {}
 
     @property
     def is_known(self) -> bool:
@@ -67,7 +72,7 @@ class StepCosts:
             # All steps may have become slower.
             self.begin()
             self._times[tokens] = times
-        if before != min(times):
+        if before is None or abs(min(times) - self._least[tokens]) > PRECISION * self._least[tokens]:
             self._measure()
         self._read.add(tokens)
         self._num_steps += 1
@@ -75,7 +80,11 @@ class StepCosts:
             self._fade()
 
     def add_drafting(self, count: int, seconds: float) -> None:
-        self._drafting.setdefault(count, deque(maxlen=NUM_TIMES)).append(seconds)
+        times = self._drafting.setdefault(count, deque(maxlen=NUM_TIMES))
+        before = min(times) if len(times) > 1 else None
+        times.append(seconds)
+        if before != min(times):
+            self._drafting_found = {}
 
     def _fade(self) -> None:
         """What was not read for long comes closer to what the fewest tokens say, until it is tried again."""
@@ -93,10 +102,13 @@ class StepCosts:
         self._measure()
 
     def draft_seconds(self, count: int, base: float) -> float:
-        """Of proposing so many drafts. Up to twice as many as were ever proposed may take no longer: a block may be one
-        forward."""
-        if count == 0:
-            return 0.0
+        """Of proposing so many drafts."""
+        if count not in self._drafting_found:
+            self._drafting_found[count] = self._draft_seconds(count, base) if count > 0 else 0.0
+        return self._drafting_found[count]
+
+    def _draft_seconds(self, count: int, base: float) -> float:
+        """Up to twice as many as were ever proposed may take no longer: a block may be one forward."""
         if not self._drafting:
             return DRAFT_COST * base * count
         known = {
@@ -123,11 +135,12 @@ class StepCosts:
     def _measure(self) -> None:
         scale = self._scale()
         points = {tokens: seconds * scale for tokens, seconds in self._old}
+        self._least = {tokens: min(own) for tokens, own in self._times.items()}
         # More tokens take no less time: of two times, the longer one for fewer tokens has another reason.
         least, times = math.inf, {}
         for tokens in sorted(self._times, reverse=True):
             own = self._times[tokens]
-            times[tokens] = min(own) if len(own) > 1 else min(own[0], least)
+            times[tokens] = self._least[tokens] if len(own) > 1 else min(own[0], least)
             least = min(least, times[tokens])
         points |= {n: times[n] for n, own in self._times.items() if len(own) > 1 or n in self._unsure}
         surprises = []
