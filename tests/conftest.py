@@ -32,7 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
 
 
-# Imports and compilers make many objects, and few cycles: at the default of 700 the collector looks through them in vain.
+# Imports and compilers make many objects and few cycles. By default the collector looks through them after every 700.
 gc.set_threshold(100_000)
 
 NOT_REHEARSED = "not rehearsed"
