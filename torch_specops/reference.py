@@ -89,7 +89,7 @@ def filter_bounds(
         return -math.inf, 0
     x, z = comparable_logits(logits).tolist(), scaled_logits(logits, temperature).tolist()
     # Among equal logits the higher index comes first.
-    kept = sorted((v for v in range(len(x)) if x[v] > -math.inf), key=lambda v: (x[v], v), reverse=True)
+    kept = sorted((v for v in reversed(range(len(x))) if x[v] > -math.inf), key=x.__getitem__, reverse=True)
     if not kept:
         return -math.inf, 0
 
@@ -115,8 +115,10 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
     """[V] the logits with what the filters remove, and NaN, as -inf."""
     x = comparable_logits(logits)
     cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
-    kept = (x > cut) | ((x == cut) & (torch.arange(len(x)) >= first))
-    return torch.where(kept & (x > -math.inf), logits, -math.inf)
+    kept = x > cut
+    if cut > -math.inf:
+        kept |= (x == cut) & (torch.arange(len(x)) >= first)
+    return torch.where(kept, logits, -math.inf)
 
 
 def _of_row(values: Tensor | float | None, r: int, default: float) -> float:

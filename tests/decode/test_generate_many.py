@@ -54,12 +54,13 @@ def new_decoder(draft: str | AnyDraft = None, **options: Any) -> SpeculativeDeco
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_request_gets_the_tokens_that_it_gets_alone(draft: str) -> None:
     decoder = new_decoder(draft)
-    expected = texts_alone(decoder, REQUESTS)
+    expected = many(decoder, REQUESTS, 16)
     assert len({tuple(text) for text in expected}) == len(REQUESTS) - 1
-    for batch_size in (3, 16):
-        assert many(decoder, REQUESTS, batch_size) == expected
-    # What it leaves behind disturbs nobody.
-    assert texts_alone(decoder, REQUESTS[:3]) == expected[:3]
+    assert many(decoder, REQUESTS, 3) == expected
+    # Each alone takes long: of most drafts every third, of these two all of them. What a batch leaves behind disturbs
+    # nobody.
+    step = 1 if draft in ("nothing", "perturbed") else 3
+    assert texts_alone(decoder, REQUESTS[::step]) == expected[::step]
 
 
 @pytest.mark.parametrize("draft", [False, True])

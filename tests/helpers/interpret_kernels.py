@@ -1,10 +1,12 @@
-"""Runs the Triton launchers under Triton's interpreter, on poisoned memory; prints one JSON line.
+"""Runs the Triton launchers under Triton's interpreter, on poisoned memory.
 
-A script of its own because TRITON_INTERPRET must be set before a kernel is defined:
-    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py ops OP KIND TILE VOCAB_SIZE [VOCAB_SIZE ...]
-    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py attention
-    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py reads
-    TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py hashes
+A script of its own because TRITON_INTERPRET must be set before a kernel is defined. It reads one command a line, its
+words between tabs, and answers each with a line of JSON, {"found": ..} or {"error": traceback}:
+    ops  OP  KIND  TILE  VOCAB_SIZE  [VOCAB_SIZE ...]
+    attention
+    reads
+    hashes
+    printf 'ops\\tsample\\tk3,bf16\\t32\\t67\\n' | TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py
 KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
 with commas between; after "three rows of " each case has no more of them.
 """
@@ -12,7 +14,9 @@ with commas between; after "three rows of " each case has no more of them.
 import importlib
 import itertools
 import json
+import os
 import sys
+import traceback
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -187,12 +191,21 @@ def hashes() -> list[list[int]]:
     return output.tolist()
 
 
+def answer(command: str, *rest: str) -> dict[str, Any]:
+    try:
+        if command == "ops":
+            op, kind, tile, *vocab_sizes = rest
+            return {"found": compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])}
+        return {"found": {"attention": compare_attention, "reads": reads, "hashes": hashes}[command]()}
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
 if __name__ == "__main__":
     triton_interpreter.prepare()
-    command, *rest = sys.argv[1:]
-    if command == "ops":
-        op, kind, tile, *vocab_sizes = rest
-        found: Any = compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])
-    else:
-        found = {"attention": compare_attention, "reads": reads, "hashes": hashes}[command]()
-    print(json.dumps(found))
+    for line in sys.stdin:
+        # Commands change what kernels read: each has a process of its own, which begins with all that was imported.
+        if os.fork() == 0:
+            print(json.dumps(answer(*line.rstrip("\n").split("\t"))), flush=True)
+            os._exit(0)
+        os.wait()

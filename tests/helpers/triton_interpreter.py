@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,8 +49,24 @@ def remembering(numpy_dtype: Callable[[Any], np.dtype]) -> Callable[[Any], np.dt
     return remembered
 
 
+def making_shapes_once(make: Callable[..., None]) -> Callable[..., None]:
+    """What makes a tensor, with the Triton tuple of its sizes that the first tensor of a shape got."""
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def made(self: tl.tensor, handle: Any, type: Any) -> None:
+        sizes = type.shape if type.is_block() else ()
+        if sizes not in known:
+            make(self, handle, type)
+            known[sizes] = dict(vars(self))
+        vars(self).update(known[sizes], handle=handle, type=type, dtype=type.scalar)
+
+    return made
+
+
 def prepare() -> None:
     """Change the interpreter for as long as this process lives."""
+    # It makes many objects and no cycles.
+    gc.set_threshold(100_000)
     interpreter.InterpreterBuilder.create_fma = fuse_products
     dot = interpreter.InterpreterBuilder.create_dot
     # The interpreter would multiply the integers.
@@ -59,6 +76,8 @@ def prepare() -> None:
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     # It would make a table of all types in every call.
     interpreter._get_np_dtype = remembering(interpreter._get_np_dtype)
+    # It would make a tuple of the sizes of every tensor, and look for the types of these.
+    tl.tensor.__init__ = making_shapes_once(tl.tensor.__init__)
     run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def run_quietly(*args: Any, **kwargs: Any) -> None:

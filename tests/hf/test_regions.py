@@ -32,7 +32,7 @@ def model_of(family: str) -> TransformersModel:
 @pytest.mark.parametrize(
     ("family", "num_regions", "inductor"),
     [
-        ("llama", 1, False),
+        pytest.param("llama", 1, False, marks=pytest.mark.slow),
         ("gemma3", 1, False),
         # A kind of layer with a state, and one with attention.
         ("lfm2", 2, False),

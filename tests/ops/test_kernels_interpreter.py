@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,34 @@ SLOW_RUNS = [
 ]
 
 
-def interpret(*arguments: object) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+Interpret = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpret() -> Iterator[Interpret]:
+    """What a command of the script finds. One process imports what they all need, which takes longer than most."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stderr
-    return json.loads(completed.stdout.splitlines()[-1])
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, str(SCRIPT)], env=environment, text=True, **pipes) as script:
+
+        def answer(*arguments: object) -> Any:
+            print(*arguments, sep="\t", file=script.stdin, flush=True)
+            found = json.loads(script.stdout.readline())
+            assert "error" not in found, found["error"]
+            return found["found"]
+
+        yield answer
+        script.stdin.close()
 
 
 @pytest.mark.parametrize("op, kind, tile, vocab_sizes", [*QUICK_RUNS, *SLOW_RUNS])
 def test_kernels_agree_with_the_oracle(
-    op: str, kind: str, tile: int, vocab_sizes: tuple[int, ...], record_property: pytest.RecordProperty
+    op: str,
+    kind: str,
+    tile: int,
+    vocab_sizes: tuple[int, ...],
+    interpret: Interpret,
+    record_property: pytest.RecordProperty,
 ) -> None:
     report = interpret("ops", op, kind, tile, *vocab_sizes)
     for key in ("cases", "rows", "rounding"):
@@ -105,18 +123,18 @@ def test_kernels_agree_with_the_oracle(
     assert report["rounding"] <= 0.01 * report["rows"]
 
 
-def test_the_hash_of_the_noise_is_the_oracles() -> None:
+def test_the_hash_of_the_noise_is_the_oracles(interpret: Interpret) -> None:
     assert interpret("hashes") == [reference.noise_hash(*place, 64).tolist() for place in NOISE_PLACES]
 
 
 @pytest.mark.slow
-def test_attention_agrees_with_the_oracle() -> None:
+def test_attention_agrees_with_the_oracle(interpret: Interpret) -> None:
     errors = interpret("attention")
     assert errors.pop("wrong") > 1
     assert len(errors) == 2 * len(CASES) and max(errors.values()) <= 1, errors
 
 
-def test_early_exit_reads_no_row_behind_two_drafts_unless_both_are_accepted() -> None:
+def test_early_exit_reads_no_row_behind_two_drafts_unless_both_are_accepted(interpret: Interpret) -> None:
     report = interpret("reads")
     for kind, read in report["rows"].items():
         for (num_valid, accepted), *rows in zip(report["sequences"], read["target"], read["draft"], strict=True):
