@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -111,7 +112,8 @@ class Loop:
         looks_up: drafts are known before they are verified; otherwise each costs `drafting` seconds.
         is_fixed: all rows read as many tokens as the one with most, and as a bucket has.
         is_captured: no draft is known before it is verified, and a step is timed before it runs the first time.
-        slow: the steps that take `slower` times as long, for another reason.
+        slow: the steps that take five times as long, for another reason.
+        speed: how many times as long as said the next step takes.
     """
 
     def __init__(
@@ -125,10 +127,11 @@ class Loop:
         is_captured: bool = False,
         is_refilled: bool = False,
         slow: Sequence[int] = (),
+        speed: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.schedule, self.seconds, self.looks_up, self.drafting = schedule, seconds, looks_up, drafting
         self.is_fixed, self.is_refilled, self.slow = is_fixed or is_captured, is_refilled, slow
-        self.is_captured = is_captured
+        self.is_captured, self.speed = is_captured, speed
         # The numbers of drafts whose steps were timed.
         self.timed: set[int] = set()
         # Of each step: the drafts that were verified.
@@ -194,7 +197,7 @@ class Loop:
                     num_draft_tokens=num_draft_tokens,
                     known=known,
                     right=None if known is None else [min(n, own) for n, (_, _, own) in zip(known, cells, strict=True)],
-                    seconds=seconds * (5 if len(self.counts) in self.slow else 1),
+                    seconds=seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
                     draft_seconds=drafting,
                 )
             )
@@ -276,6 +279,30 @@ def test_slow_steps_now_and_then_change_little(seed: int) -> None:
     texts = [a_text(200, lambda position: 0.7, seed + row % 8, match=8) for row in range(24)]
     steady, disturbed = (Loop(Auto(10), flat, is_refilled=True, slow=steps).run(texts, 8) for steps in ((), slow))
     assert disturbed < 1.03 * steady
+
+
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_a_machine_that_becomes_slower_and_faster(seed: int) -> None:
+    """Steps with drafts that were read while it was fast do not look cheap beside steps without while it is slow."""
+    rng, drift, schedule, took, undrafted = random.Random(seed), 0.0, Auto(10), 0.0, 0.0
+
+    def seconds(num_tokens: int) -> float:
+        return 32 + num_tokens + (12 if num_tokens > 8 else 0)
+
+    def speed() -> float:
+        nonlocal drift
+        drift = 0.95 * drift + rng.gauss(0, 0.1)
+        return math.exp(drift)
+
+    for call in range(12):
+        found = [rng.choice((0, 3, 10)) for _ in range(8)]
+        texts = [
+            a_text(64, lambda position: 0.2, 100 * seed + 10 * call + row, match=3, num_found=count)
+            for row, count in enumerate(found)
+        ]
+        took += Loop(schedule, seconds, speed=speed).run(texts)
+        undrafted += Loop(Constant(0), seconds).run(texts)
+    assert took < 1.01 * undrafted
 
 
 @pytest.mark.parametrize("options", [{}, {"looks_up": False, "drafting": 0.1}])

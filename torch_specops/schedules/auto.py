@@ -30,6 +30,8 @@ SURE = 0.5
 # a try.
 LOAN, LOAN_OF_OTHERS, MOST_SAVED = 0.4, 1.8, 2.0
 LOST_SHARE, TRY_EVERY = 0.01, 8
+# Where less than this part of a step seems to be gained, one of so many steps is without drafts, to see what it takes.
+CLEAR_GAIN, LOOK_EVERY = 0.6, 4
 
 
 class Auto(Schedule):
@@ -138,6 +140,8 @@ class Auto(Schedule):
                 break
             if worth - cost > best and cost - SURE * worth <= purse:
                 best, num_best = worth - cost, count
+        if step.asks_again and best < CLEAR_GAIN * base and costs.num_since_plain >= LOOK_EVERY:
+            return nothing
         counts = nothing.copy()
         for _, _, index in offers[:num_best]:
             counts[index] += 1

@@ -10,6 +10,7 @@ __all__ = ["StepCosts"]
 
 # Times that are kept for each number of tokens. One that was read once takes at most SURPRISE times what others say.
 NUM_TIMES, SURPRISE = 8, 1.2
+NUM_UNITS = 4
 # How far the least time of a number may move before anything is computed anew.
 PRECISION = 0.02
 # After so many steps what was not read loses so much of what it takes beyond expectation.
@@ -19,8 +20,13 @@ FORWARD_COST, DRAFT_COST = 32, 0.25
 
 
 class StepCosts:
-    """The seconds of a step by the number of tokens that it reads. What a machine does besides only adds to them, so
-    the least of a few times counts. A number that was read once is not believed to take far longer than others say."""
+    """What a step takes by the number of tokens that it reads, in units of what the newest steps without drafts took: a
+    machine may become slower or faster. What it does besides only adds to a time, so the least of a few times counts. A
+    number that was read once is not believed to take far longer than others say.
+
+    Attributes:
+        num_since_plain: steps since one without drafts.
+    """
 
     def __init__(self) -> None:
         # Of batches before this one, as far as they differ from each other.
@@ -30,11 +36,13 @@ class StepCosts:
         self._times: dict[int, deque[float]] = {}
         # Of the times, when they were measured last.
         self._least: dict[int, float] = {}
+        # The newest steps without drafts, in seconds over what they are expected to take in units.
+        self._units: deque[float] = deque(maxlen=NUM_UNITS)
         self._points: list[tuple[int, float]] = []
         self._found: dict[int, float] = {}
         # Numbers that were read since unread ones have faded, and steps since then.
         self._read: set[int] = set()
-        self._num_steps = self._num_plain = self._num_since = 0
+        self._num_steps = self._num_plain = self.num_since_plain = 0
         # Of proposing, by the number of drafts.
         self._drafting: dict[int, deque[float]] = {}
         self._drafting_found: dict[int, float] = {}
@@ -43,7 +51,7 @@ class StepCosts:
     def is_known(self) -> bool:
         """Steps without drafts were measured: not one alone, which something else may have slowed down, and not long
         ago."""
-        return self._num_plain > 1 and self._num_since < FADING
+        return self._num_plain > 1 and self.num_since_plain < FADING
 
     @property
     def limit(self) -> int:
@@ -52,17 +60,23 @@ class StepCosts:
 
     def begin(self) -> None:
         """Another batch: its texts may be longer or shorter, and all steps slower or faster."""
-        self._num_since = max(self._num_since, FADING // 2)
+        self.num_since_plain = max(self.num_since_plain, FADING // 2)
         scale, known = self._scale(), dict(self._points)
         self._unsure |= self._times.keys() - known.keys()
-        self._old = sorted((dict(self._old) | {n: seconds / scale for n, seconds in known.items()}).items())
+        old = dict(self._old)
+        # One time of a number is not enough to forget what it took before.
+        old |= {n: seconds / scale for n, seconds in known.items() if n not in old or len(self._times.get(n, ())) > 1}
+        self._old = sorted(old.items())
         self._times = {}
 
     def add(self, tokens: int, seconds: float, is_plain: bool, is_sure: bool) -> None:
+        if is_plain or not self._units:
+            self._units.append(seconds / (self.of(tokens) if self._points else 1.0))
+        seconds /= min(self._units)
         if is_sure:
             self._unsure.add(tokens)
         self._num_plain += is_plain
-        self._num_since = 0 if is_plain else self._num_since + 1
+        self.num_since_plain = 0 if is_plain else self.num_since_plain + 1
         times = self._times.setdefault(tokens, deque(maxlen=NUM_TIMES))
         before = min(times) if len(times) > 1 else None
         times.append(seconds)
@@ -80,9 +94,11 @@ class StepCosts:
             self._fade()
 
     def add_drafting(self, count: int, seconds: float) -> None:
+        if not self._units:
+            return
         times = self._drafting.setdefault(count, deque(maxlen=NUM_TIMES))
         before = min(times) if len(times) > 1 else None
-        times.append(seconds)
+        times.append(seconds / min(self._units))
         if before != min(times):
             self._drafting_found = {}
 
