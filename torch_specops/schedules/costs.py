@@ -10,6 +10,7 @@ __all__ = ["StepCosts"]
 
 # Times that are kept for each number of tokens. One that was read once takes at most SURPRISE times what others say.
 NUM_TIMES, SURPRISE = 8, 1.2
+# The fastest of so many newest steps without drafts is the unit.
 NUM_UNITS = 4
 # How far the least time of a number may move before anything is computed anew.
 PRECISION = 0.02
