@@ -311,10 +311,10 @@ def filter_logits(
 
 
 def _skips_rows(logits: Tensor, least: int, top_k: Any = None, top_p: Any = None, min_p: Any = None, **_: Any) -> bool:
-    """True if reading only the rows that are needed saves more than fusing an op with its neighbours: on a CPU, for
-    rows of at least this length. Filters cost the same in both forms."""
+    """True if reading only the rows that are needed saves more than fusing an op with its neighbours: for rows of at
+    least this length. Filters cost the same in both forms."""
     is_long = isinstance(logits.shape[-1], int) and logits.shape[-1] >= least
-    return logits.device.type == "cpu" and is_long and top_k is None and top_p is None and min_p is None
+    return is_long and top_k is None and top_p is None and min_p is None
 
 
 @register_op(verify_exact, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))

@@ -3,7 +3,7 @@
 Attention under a mask reads the whole cache, and the mask. Here each token comes with the span of slots that it sees:
 on CUDA a kernel reads the slots of each row's spans (`cuda/attention.py`), and a call on a CPU looks for the last
 slot. Compiled code calls the op unchanged. On a CPU a compiler would have to know how much is read. On CUDA Inductor
-would analyse the kernels anew for every layer of a model, which takes longer than everything else that it compiles.
+would analyse the kernels anew for every layer of a model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
     return result
 
 
-@register_op(attend, is_opaque=lambda **_: True)
+@register_op(attend, is_opaque=lambda **_: True, opaque_on_cuda=True)
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
     _check(queries, keys, values, spans)
     if queries.device.type == "cuda":

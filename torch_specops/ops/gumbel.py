@@ -120,15 +120,14 @@ def verify_gumbel(
     return result
 
 
-def _is_long_on_cpu(logits: Tensor) -> bool:
+def _is_long(logits: Tensor) -> bool:
     """Compiled code on a CPU then calls the op: of long rows the eager form computes few scores, and none of those
     behind a mismatch. With short rows the call takes longer than they do."""
     # A guard on a length that is not known would make another graph of it.
-    is_short = isinstance(logits.shape[-1], int) and logits.shape[-1] <= 1024
-    return logits.device.type == "cpu" and not is_short
+    return not (isinstance(logits.shape[-1], int) and logits.shape[-1] <= 1024)
 
 
-@register_op(sample_gumbel, is_opaque=lambda logits, **_: _is_long_on_cpu(logits))
+@register_op(sample_gumbel, is_opaque=lambda logits, **_: _is_long(logits))
 def _sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, *args: Any) -> Tensor:
     filters = Filters(*args)
     arguments.check_sample_gumbel(logits, seeds, positions, filters)
@@ -137,7 +136,7 @@ def _sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor, *args: Any)
     return tokens.squeeze(1)
 
 
-@register_op(verify_gumbel, is_opaque=lambda target_logits, **_: _is_long_on_cpu(target_logits))
+@register_op(verify_gumbel, is_opaque=lambda target_logits, **_: _is_long(target_logits))
 def _verify_gumbel(*values: Any) -> tuple[Tensor, Tensor]:
     args = GumbelArguments(*values)
     arguments.check_verify_gumbel(args)

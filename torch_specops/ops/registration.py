@@ -22,7 +22,7 @@ bodies: dict[str, Callable[..., Any]] = {}
 
 
 def register_op(
-    public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False
+    public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False, opaque_on_cuda: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`, and
     return what `public` calls: the op, or in an eager call on a CPU the body, without the time of a dispatch.
@@ -31,8 +31,9 @@ def register_op(
     Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
 
     Args:
-        is_opaque: given the arguments by name, says whether compiled code calls the op, as an eager caller does, and
-            does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
+        is_opaque: given the arguments by name, says whether compiled code on a CPU calls the op, as an eager caller
+            does, and does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
+        opaque_on_cuda: the same for compiled code on CUDA.
     """
 
     parameters = inspect.signature(public).parameters
@@ -61,7 +62,9 @@ def register_op(
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
             named = dict(zip(parameters, args, strict=False)) | kwargs
-            if not private.inlines_ops() or (private.makes_python() and is_opaque(**named)):
+            kind = next(iter(named.values())).device.type
+            opaque = is_opaque(**named) if kind == "cpu" else opaque_on_cuda and kind == "cuda"
+            if not private.inlines_ops() or (private.makes_python() and opaque):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):
                 return NotImplemented

@@ -86,13 +86,9 @@ def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Te
     return result
 
 
-def _on_cpu(seeds: Tensor, **_: Any) -> bool:
-    """Compiled code on a CPU calls these ops: their 200 operations on a few numbers each would take longer to compile
-    than the rest of a step."""
-    return seeds.device.type == "cpu"
-
-
-@register_op(uniforms, is_opaque=_on_cpu)
+# Compiled code on a CPU calls these ops: their 200 operations on a few numbers each would take longer to compile than
+# the rest of a step.
+@register_op(uniforms, is_opaque=lambda **_: True)
 def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     _check(seeds, positions, n)
     if is_eager_cpu(seeds, positions):
@@ -102,7 +98,7 @@ def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     return _numbers(seeds, positions, index, torch.full_like(index, STREAMS[stream]))
 
 
-@register_op(step_uniforms, is_opaque=_on_cpu)
+@register_op(step_uniforms, is_opaque=lambda **_: True)
 def _step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
     if is_eager_cpu(seeds, positions):
         accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]

@@ -107,7 +107,7 @@ class Auto(Schedule):
         purse = at_stake + (LOAN if step.asks_again else LOAN_OF_OTHERS) * base
         if purse <= 0 or (step.asks_again and step.offered is None):
             return rooms if purse > 0 else nothing
-        # Nothing is learned of them from steps without drafts.
+        # Steps without drafts have taught nothing about these drafts.
         if texts == self._declined and self._num_undrafted % TRY_EVERY > 0:
             return nothing
         self._texts = {text: self._texts.get(text) or _Share() for text in texts}

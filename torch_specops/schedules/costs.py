@@ -81,13 +81,14 @@ class StepCosts:
         times = self._times.setdefault(tokens, deque(maxlen=NUM_TIMES))
         before = min(times) if len(times) > 1 else None
         times.append(seconds)
+        least = min(times)
         if len(times) > 2:
             self._unsure.discard(tokens)
-        if before is not None and min(times) > SURPRISE * before:
+        if before is not None and least > SURPRISE * before:
             # All steps may have become slower.
             self.begin()
             self._times[tokens] = times
-        if before is None or abs(min(times) - self._least[tokens]) > PRECISION * self._least[tokens]:
+        if before is None or abs(least - self._least[tokens]) > PRECISION * self._least[tokens]:
             self._measure()
         self._read.add(tokens)
         self._num_steps += 1
