@@ -183,7 +183,9 @@ def test_noise_of_the_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain = new_tokens(decoder("nothing").generate(**arguments()))
     monkeypatch.setattr(step, "verify_gumbel", verify)
-    wrong = [new_tokens(decoder(kind).generate(**arguments())) for kind in ("nothing", "n-gram", "perturbed")]
+    # Whether the default schedule drafts at all in so short a text depends on the machine.
+    loops = [decoder(kind, schedule="constant") for kind in ("nothing", "n-gram", "perturbed")]
+    wrong = [new_tokens(loop.generate(**arguments())) for loop in loops]
     assert is_expected(plain) and wrong[0] != wrong[1] and wrong[0] != wrong[2]
 
 
