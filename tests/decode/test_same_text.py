@@ -181,12 +181,11 @@ def test_noise_of_the_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(logits: Tensor, drafts: Tensor, seeds: Tensor, lengths: Tensor, *args: Any, **filters: Any) -> Any:
         return torch_specops.verify_gumbel(logits, drafts, seeds, 2 * lengths, *args, **filters)
 
-    plain = new_tokens(decoder("nothing").generate(**arguments()))
+    # What is expected is computed once, by the loop as it is.
+    assert is_expected(new_tokens(decoder("nothing").generate(**arguments())))
     monkeypatch.setattr(step, "verify_gumbel", verify)
-    # Whether the default schedule drafts at all in so short a text depends on the machine.
-    loops = [decoder(kind, schedule="constant") for kind in ("nothing", "n-gram", "perturbed")]
-    wrong = [new_tokens(loop.generate(**arguments())) for loop in loops]
-    assert is_expected(plain) and wrong[0] != wrong[1] and wrong[0] != wrong[2]
+    wrong = [new_tokens(decoder(kind).generate(**arguments())) for kind in ("nothing", "n-gram", "perturbed")]
+    assert wrong[0] != wrong[1] and wrong[0] != wrong[2]
 
 
 def test_what_is_the_default() -> None:
