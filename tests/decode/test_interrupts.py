@@ -92,7 +92,7 @@ def parts(output: Any) -> list[list[Any]]:
 
 def generate(make_draft: Callable[[PreTrainedModel], Any], new: int = 2) -> Callable[[PreTrainedModel], Call]:
     def of(model: PreTrainedModel) -> Call:
-        decoder = SpeculativeDecoder(model, make_draft(model), num_draft_tokens=1)
+        decoder = SpeculativeDecoder(model, make_draft(model), num_draft_tokens=1, schedule="constant")
         return lambda: parts(decoder.generate(IDS, attention_mask=MASK, max_new_tokens=new, seed=1, logprobs="raw"))
 
     return of
@@ -118,7 +118,8 @@ def of_beams(model: PreTrainedModel) -> Call:
 def session(model: Any, draft: Any) -> Call:
     """Three requests for two rows, with one more that is cancelled and one that is refused. Whoever waits for one hears
     of its end, whatever happens to the session."""
-    decoder = SpeculativeDecoder(model, draft, num_draft_tokens=1)
+    # Another schedule goes by the clock, and the lines that a call passes go by the schedule.
+    decoder = SpeculativeDecoder(model, draft, num_draft_tokens=1, schedule="constant")
     requests = [Request([1, 7, 5], 2, seed=1), Request([1, 2], 1, seed=1), Request([1], 1, seed=1)]
     requests += [Request([1, 5], 3), Request([99])]
 
