@@ -69,8 +69,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
     if torch.compiler.is_compiling():
         _check(seeds, positions, n)
-    result: Tensor = _uniforms(seeds, positions, n, stream)
-    return result
+    return _uniforms(seeds, positions, n, stream)
 
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
@@ -82,8 +81,7 @@ def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: in
 
 def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
     """[B, K+1]: K numbers of the stream "accept", and the first of "sample"."""
-    result: Tensor = _step_uniforms(seeds, positions, num_draft_tokens)
-    return result
+    return _step_uniforms(seeds, positions, num_draft_tokens)
 
 
 # Compiled code on a CPU calls these ops: their 200 operations on a few numbers each would take longer to compile than
@@ -244,8 +242,7 @@ def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequen
 
     counter = (index, stream, position & mask, (position >> 32) & mask)
     weyl = (ones * WEYL_0, ones * WEYL_1)
-    words: tuple[int, ...] = _rounds(counter, (seed & mask, (seed >> 32) & mask), weyl, mask, multiply)
-    return words
+    return _rounds(counter, (seed & mask, (seed >> 32) & mask), weyl, mask, multiply)
 
 
 def _packed(values: Sequence[int]) -> int:
