@@ -220,5 +220,4 @@ def _lower(adapter: TransformersModel, names: list[str]) -> None:
 
 
 def _logits(adapter: TransformersModel, tokens: Tensor) -> Tensor:
-    logits: Tensor = adapter.prepared(input_ids=tokens, use_cache=False).logits
-    return logits.float()
+    return adapter.prepared(input_ids=tokens, use_cache=False).logits.float()

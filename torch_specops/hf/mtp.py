@@ -234,7 +234,6 @@ def _empty_head(model: PreTrainedModel, found: Found) -> MtpHead:
 def _layer_config(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
     """A config that makes the layers with numbers from 0 on."""
     text = config.get_text_config(decoder=True)
-    own: PreTrainedConfig
     if getattr(text, "num_mtp_layers", None):
         own = config.get_mtp_config()
     elif "sliding_attention" in (getattr(text, "layer_types", None) or ()):

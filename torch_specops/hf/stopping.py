@@ -155,8 +155,7 @@ def _ask_of_rows(criterion: StoppingCriteria, texts: list[list[int]]) -> list[bo
     # No string has a token outside the vocabulary.
     outside = torch.iinfo(torch.int64).max
     newest = [[outside] * (width - len(text)) + text[-width:] for text in texts]
-    ends: list[bool] = criterion(torch.tensor(newest, device="cpu"), None).tolist()
-    return ends
+    return criterion(torch.tensor(newest, device="cpu"), None).tolist()
 
 
 def _ask(criterion: StoppingCriteria, predictions: Predictions | None, input_ids: Tensor) -> Any:
