@@ -17,8 +17,6 @@ from .models import Check, Seen, TransformersModel
 from .regions import large_layers
 from .states import StateCache, StateReader, state_modules
 
-__all__ = ["HybridModel"]
-
 
 class HybridModel(TransformersModel):
     """A causal transformers model with layers that keep a state of the text, alone or beside attention.

@@ -28,8 +28,6 @@ from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-__all__ = ["TESTED_FAMILIES", "Check", "Seen", "TransformersModel"]
-
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
 TESTED_FAMILIES = {

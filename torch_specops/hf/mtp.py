@@ -20,8 +20,6 @@ from .architecture import layers_of, windows
 from .cache import RaggedCache, cache_argument
 from .models import TransformersModel
 
-__all__ = ["MtpHead", "read_mtp_head"]
-
 # What configs call the number of these layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")

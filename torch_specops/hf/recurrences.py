@@ -25,9 +25,6 @@ from transformers.activations import ACT2FN
 from ..ops.tracing import is_eager_cpu
 from .cache import cache_argument
 
-__all__ = ["StepStates", "slots_before", "step_forward"]
-
-
 UNLIMITED = (0.0, float("inf"))
 
 

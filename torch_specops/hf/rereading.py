@@ -14,8 +14,6 @@ from .cache import RaggedCache, RaggedLayer
 from .models import Check, TransformersModel
 from .rotary import rereads_at
 
-__all__ = ["OTHER_ROTARY", "RereadingModel"]
-
 OTHER_ROTARY = "model: its rotary embedding has become another kind, which is read otherwise; make a new decoder"
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "growing_rotaries", "rereads_at"]
-
 
 @dataclass
 class ReadLengths:

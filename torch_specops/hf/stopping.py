@@ -24,8 +24,6 @@ from transformers.generation import (
 from ..decode.rows import BatchRule, RowRule
 from .outputs import Predictions
 
-__all__ = ["StopRules", "read_criteria", "stop_string_rule"]
-
 # As in transformers.
 _PREFIX = "abcdef"
 # What is known of each tokenizer that is in use, and the lock for adding to it.

@@ -24,8 +24,6 @@ from .cpu import filters as cpu_filters
 from .cpu import sample as cpu_sample
 from .registration import register_op
 
-__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
-
 
 def verify_exact(
     target_logits: Tensor,

@@ -13,23 +13,6 @@ from torch import Tensor
 
 from ..checks import check_bounds, check_fraction, check_number, check_tensor
 
-__all__ = [
-    "Filters",
-    "GumbelArguments",
-    "PerRow",
-    "SigmoidArguments",
-    "VerifyArguments",
-    "check_filter_logits",
-    "check_kinds",
-    "check_sample",
-    "check_sample_gumbel",
-    "check_verify_block",
-    "check_verify_exact",
-    "check_verify_gumbel",
-    "check_verify_sigmoid",
-    "filters_of",
-]
-
 if TYPE_CHECKING:
     PerRow = Tensor | float | None
 else:

@@ -16,8 +16,6 @@ from .kv_cache import Window
 from .registration import register_op
 from .tracing import is_eager_cpu
 
-__all__ = ["DTYPES", "MIN_SPAN_CAPACITY", "attend", "attend_masked", "attention_dtype", "spans_of", "spans_serve"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Slots from which compiled steps on a CPU attend to spans. In 2,048 slots that is faster up to 1,400 tokens of text:

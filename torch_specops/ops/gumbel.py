@@ -17,8 +17,6 @@ from .arguments import Filters, GumbelArguments, PerRow
 from .cpu import gumbel
 from .registration import register_op
 
-__all__ = ["sample_gumbel", "verify_gumbel"]
-
 
 def sample_gumbel(
     logits: Tensor,

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .tracing import normal_tensors
 
-__all__ = ["RaggedKeyValues", "Window", "emptied", "visible_slots"]
-
 
 @dataclass(frozen=True)
 class Window:

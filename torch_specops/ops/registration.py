@@ -14,9 +14,6 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-__all__ = ["bodies", "compiled_sources", "digest", "register_op"]
-
-
 # Op -> what it runs. The tests of CUDA code on a CPU call it, because their tensors lie to the dispatcher.
 bodies: dict[str, Callable[..., Any]] = {}
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from . import private
 
-__all__ = ["is_eager_cpu", "normal_tensors"]
-
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
     """True if the data can be read without waiting: plain CPU tensors in an eager call, that is, a call that is not

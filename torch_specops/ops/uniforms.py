@@ -19,8 +19,6 @@ from ..checks import check_tensor
 from .registration import register_op
 from .tracing import is_eager_cpu
 
-__all__ = ["STREAMS", "uniforms"]
-
 STREAMS = {"propose": 0, "accept": 1, "sample": 2, "inner": 3, "noise": 4}
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
