@@ -219,8 +219,9 @@ def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]])
         return torch.empty(batch, 4 * len(blocks), dtype=torch.float32, device="cpu")
     top = _packed([MASK >> 8] * size)
     w0, w1, w2, w3 = ((word >> 8) & top for word in _packed_words(seeds.tolist(), positions.tolist(), blocks))
-    pairs = [_unpacked(pair, size) for pair in (w0 | w1 << 32, w2 | w3 << 32)]
-    return torch.cat(pairs, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
+    pairs = (bytearray(pair.to_bytes(8 * size, "little")) for pair in (w0 | w1 << 32, w2 | w3 << 32))
+    words = [torch.frombuffer(pair, dtype=torch.int32).view(size, 2) for pair in pairs]
+    return torch.cat(words, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
 
 
 def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -245,8 +246,3 @@ def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequen
 
 def _packed(values: Sequence[int]) -> int:
     return int.from_bytes(array("Q", values).tobytes(), "little")
-
-
-def _unpacked(words: int, size: int) -> Tensor:
-    """[size, 2] int32"""
-    return torch.frombuffer(bytearray(words.to_bytes(8 * size, "little")), dtype=torch.int32).view(size, 2)
