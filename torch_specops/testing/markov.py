@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_int
-
 
 class MarkovModel:
     """A language model whose next token depends on the last few tokens only.
@@ -73,7 +71,7 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
         Two `MarkovModel` with float32 tables [V + 1, .., V + 1, V].
 
     Raises:
-        TypeError, ValueError: another type, a number out of range.
+        ValueError: a number out of range.
 
     Examples:
         >>> from torch_specops.testing import markov_pair
@@ -81,8 +79,9 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
         >>> target.table.shape
         torch.Size([9, 9, 8])
     """
-    check_int("vocab_size", vocab_size, 2)
-    check_int("order", order, 1)
+    for name, value, low in (("vocab_size", vocab_size, 2), ("order", order, 1)):
+        if value < low:
+            raise ValueError(f"{name}: expected a number >= {low}, got {value}")
     generator = torch.Generator().manual_seed(seed)
     shape = [vocab_size + 1] * order + [vocab_size]
     normal, noise = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
