@@ -34,7 +34,7 @@ ALLOWED = {
     "ops/cuda": {"ops/arguments", "ops/private"},
     "analysis": {"checks"},
     "schedules": {"checks"},
-    "testing": {"reference", "sampling"},
+    "testing": {"checks", "reference", "sampling"},
     "checks": set(),
     "reference": set(),
 }

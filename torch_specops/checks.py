@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["check_bounds", "check_fraction", "check_int", "check_number", "check_numbers", "check_tensor"]
-
 # The dispatch of these subclasses would refuse the op without naming the argument.
 REFUSED_KINDS = {
     "DTensor": "; torch_specops.vocab_parallel takes sharded logits",

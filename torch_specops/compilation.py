@@ -11,8 +11,6 @@ import torch
 
 from .ops import private
 
-__all__ = ["CompiledPieces", "choice", "compile_errors_named", "compile_piece"]
-
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
 # cpu-loop-austen-bytes.
 STEPS_THAT_PAY = 8000

@@ -7,7 +7,6 @@ which they import when they are called.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -91,7 +90,7 @@ def xgrammar(compiled_grammar: Any) -> Grammar:
 
     if not isinstance(compiled_grammar, library.CompiledGrammar):
         raise TypeError(f"compiled_grammar: expected an xgrammar.CompiledGrammar, got {type(compiled_grammar)}")
-    return _XGrammar(library.GrammarMatcher(compiled_grammar), compiled_grammar.tokenizer_info.vocab_size)
+    return _Matcher(library.GrammarMatcher(compiled_grammar), compiled_grammar.tokenizer_info.vocab_size)
 
 
 def llguidance(tokenizer: Any, grammar: str) -> Grammar:
@@ -133,11 +132,11 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
             "grammar: expected Lark, or a grammar made by LLMatcher.grammar_from_json_schema or grammar_from_regex; "
             f"llguidance says: {matcher.get_error()}"
         )
-    return _LLGuidance(matcher, tokenizer.vocab_size, tokenizer.eos_tokens)
+    return _Matcher(_LLGuidance(matcher, tokenizer.eos_tokens), tokenizer.vocab_size)
 
 
-class _Matcher(ABC):
-    """A matcher of a library, whose vocabulary may have more or fewer tokens than the logits.
+class _Matcher:
+    """A matcher with the methods of xgrammar's, whose vocabulary may have more or fewer tokens than the logits.
 
     Attributes:
         num_accepted: tokens that it has accepted and not rolled back, whoever asked it.
@@ -149,14 +148,14 @@ class _Matcher(ABC):
         self._vocab_size = vocab_size
 
     def accept(self, token: int) -> bool:
-        is_accepted = self._accept(token)
+        is_accepted: bool = self._matcher.accept_token(token)
         self.num_accepted += is_accepted
         return is_accepted
 
     def rollback(self, count: int) -> None:
         if not 0 <= count <= self.num_accepted:
             raise ValueError(f"count: expected a number in [0, {self.num_accepted}], the accepted tokens, got {count}")
-        self._rollback(count)
+        self._matcher.rollback(count)
         self.num_accepted -= count
 
     def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
@@ -168,46 +167,27 @@ class _Matcher(ABC):
             bitmask[row, :words] = own[0, : bitmask.shape[1]]
             bitmask[row, words:] = 0
             return
-        self._fill(bitmask, row)
+        self._matcher.fill_next_token_bitmask(bitmask, row)
         if self._vocab_size % 32:
             # xgrammar sets bits beyond its vocabulary where all tokens are allowed.
             bitmask[row, -1] &= (1 << self._vocab_size % 32) - 1
 
-    @abstractmethod
-    def _fill(self, bitmask: Tensor, row: int) -> None:
-        """Let the library write a bitmask with its own number of words."""
 
-    @abstractmethod
-    def _accept(self, token: int) -> bool: ...
+class _LLGuidance:
+    """A matcher of llguidance with the methods of xgrammar's."""
 
-    @abstractmethod
-    def _rollback(self, count: int) -> None: ...
-
-
-class _XGrammar(_Matcher):
-    def _fill(self, bitmask: Tensor, row: int) -> None:
-        self._matcher.fill_next_token_bitmask(bitmask, row)
-
-    def _accept(self, token: int) -> bool:
-        return self._matcher.accept_token(token)
-
-    def _rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
-
-
-class _LLGuidance(_Matcher):
-    def __init__(self, matcher: Any, vocab_size: int, eos_tokens: list[int]) -> None:
-        super().__init__(matcher, vocab_size)
+    def __init__(self, matcher: Any, eos_tokens: list[int]) -> None:
+        self._matcher = matcher
         self._eos_tokens = eos_tokens
         # Once no other token is possible, the library allows eos tokens and does not count them.
         self._has_ended = False
 
-    def _fill(self, bitmask: Tensor, row: int) -> None:
+    def fill_next_token_bitmask(self, bitmask: Tensor, row: int) -> None:
         mask = bitmask[row]
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         self._check()
 
-    def _accept(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         if not self._matcher.is_stopped():
             return bool(self._matcher.try_consume_tokens([token]))
         self._check()
@@ -216,7 +196,7 @@ class _LLGuidance(_Matcher):
         self._has_ended = True
         return True
 
-    def _rollback(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         if count > 0 and self._has_ended:
             self._has_ended = False
             count -= 1

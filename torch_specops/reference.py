@@ -381,20 +381,6 @@ def sample(
     return tokens, lse
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """`specops::attend`, in float64; shapes as in `torch_specops.attention.attend`."""
-    batch, num_heads, count, head_dim = queries.shape
-    group = num_heads // keys.shape[1]
-    output = torch.zeros(batch, count, num_heads, head_dim, dtype=torch.float64)
-    for b in range(batch):
-        for i in range(count):
-            seen = slice(int(spans[b, i, 0]), int(spans[b, i, 1]) + 1)
-            for h in range(num_heads):
-                own_keys, own_values = (each[b, h // group, seen].double() for each in (keys, values))
-                output[b, i, h] = torch.softmax(scale * (own_keys @ queries[b, h, i].double()), 0) @ own_values
-    return output
-
-
 MASK = 2**32 - 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +12,30 @@ from op_cases import VERIFY_OPS, call, check, results
 from report import Report
 from torch import Tensor
 
-from torch_specops.testing.cases import mixed_inputs
+from torch_specops.testing import Case
+from torch_specops.testing.cases import CASES, arguments_of, case_names
 
 OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 NUM_CASES = 60
 
 
+def mixed_inputs(op: str) -> Iterator[Case]:
+    """Calls with the options of three cases each, on few tokens."""
+    for number in range(NUM_CASES):
+        choice = random.Random(f"{op} {number}")
+        # With other options nothing is exact.
+        names = choice.sample(sorted(name for name in case_names(op) if not name.startswith("exact_")), 3)
+        options = {key: value for name in names for key, value in CASES[name].items()}
+        if options.get("one_hot") or any("overflow" in name for name in names):
+            # Float32 does not hold the lse of such large logits closely enough.
+            options.pop("lse", None)
+        vocab_size = choice.choice((1, 2, 3, 7, 33))
+        generator = torch.Generator().manual_seed(number)
+        yield Case(f"{'+'.join(names)}-V{vocab_size}", op, arguments_of(op, generator, vocab_size, options))
+
+
 def calls() -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((op, case.args) for op in OPS for case in mixed_inputs(op, NUM_CASES))
+    return ((op, case.args) for op in OPS for case in mixed_inputs(op))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -36,7 +53,7 @@ def map_tensors(args: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dic
 
 @pytest.mark.parametrize("op", OPS)
 def test_ops_equal_the_oracle(op: str, report: Report) -> None:
-    check(results(mixed_inputs(op, NUM_CASES)), report)
+    check(results(mixed_inputs(op)), report)
 
 
 def test_inputs_are_untouched_and_outputs_own_their_memory() -> None:

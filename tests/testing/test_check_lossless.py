@@ -306,12 +306,12 @@ def test_a_loop_that_ignores_its_seeds_is_refused() -> None:
 
 
 BAD_ARGUMENTS = [
-    ({"vocab_size": 1}, "vocab_size: expected a number in"),
+    ({"vocab_size": 1}, "vocab_size: expected a number >= 2"),
     ({"vocab_size": 128_256}, r"vocab_size: expected vocab_size \*\* num_tokens <= 1048576"),
-    ({"num_tokens": 0}, "num_tokens: expected a number in"),
-    ({"trials": 10}, "trials: expected a number in"),
-    ({"batch_size": 0}, "batch_size: expected a number in"),
-    ({"seed": -1}, "seed: expected a number in"),
+    ({"num_tokens": 0}, "num_tokens: expected a number >= 1"),
+    ({"trials": 10}, "trials: expected a number >= 100"),
+    ({"batch_size": 0}, "batch_size: expected a number >= 1"),
+    ({"seed": -1}, "seed: expected a number >= 0"),
     ({"trials": 1e4}, "trials: expected an int"),
     ({"significance": 1.0}, r"significance: expected a number in \(0, 1\)"),
     ({"prompt": (0, 6)}, r"prompt: expected tokens in \[0, 6\)"),

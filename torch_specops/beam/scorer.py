@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .tree import rows_of
 
-__all__ = ["BeamScorer"]
-
 # Added to the score of a beam that must not be chosen. In float32 it outweighs any score.
 EXCLUDED = -1.0e9
 

@@ -25,8 +25,6 @@ from ..ops.tracing import normal_tensors
 from .scorer import BeamScorer
 from .tree import BeamTree, TreeModel, rows_of
 
-__all__ = ["BeamOutput", "beam_search"]
-
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BeamOutput(GenerationOutput):

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ..drafts import LanguageModel
 
-__all__ = ["BeamTree", "Level", "TreeModel"]
-
 # The number of slots that a forward attends to is a multiple of this.
 WIDTH_MULTIPLE = 32
 

@@ -22,8 +22,6 @@ from .rereading import OTHER_ROTARY, RereadingModel
 from .rotary import rereads_at
 from .states import state_modules
 
-__all__ = ["language_model"]
-
 # Slots of the cache: more than a window that a model keeps to itself has (256 in GPT-Neo).
 CAPACITY = 512
 # Fields of a config: the lengths at which a model changes what tokens see, or how they are rotated.
@@ -220,5 +218,4 @@ def _lower(adapter: TransformersModel, names: list[str]) -> None:
 
 
 def _logits(adapter: TransformersModel, tokens: Tensor) -> Tensor:
-    logits: Tensor = adapter.prepared(input_ids=tokens, use_cache=False).logits
-    return logits.float()
+    return adapter.prepared(input_ids=tokens, use_cache=False).logits.float()

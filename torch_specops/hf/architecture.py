@@ -12,20 +12,6 @@ from ..ops.kv_cache import Window
 from .rotary import growing_kind
 from .states import state_modules
 
-__all__ = [
-    "ATTENTION_OF",
-    "STATE_KINDS",
-    "Reading",
-    "check_can_decode",
-    "computes_positions",
-    "layers_of",
-    "max_length",
-    "unwrapped",
-    "why_not_compiled",
-    "windows",
-]
-
-
 # Kinds of layers: with attention, with a state of the text, with both, with neither.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE_KINDS = ("linear_attention", "conv")

@@ -10,8 +10,6 @@ from ..checks import check_int
 from ..drafts import AnyDraft
 from ..schedules import Schedule
 
-__all__ = ["read_assistant_settings"]
-
 # transformers' own defaults. It puts them into the config of a call, where they are nobody's wish.
 DEFAULTS = {
     "num_assistant_tokens": 20,

@@ -17,8 +17,6 @@ from transformers.masking_utils import sdpa_mask
 
 from ..ops.attention import attend, attend_masked
 
-__all__ = ["grouped_attention", "use_grouped_attention"]
-
 SDPA, GROUPED = "sdpa", "torch_specops_grouped_sdpa"
 
 

@@ -18,8 +18,6 @@ from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["CACHE_NAMES", "FeatureBuffer", "RaggedCache", "RaggedLayer", "cache_argument", "first_slot"]
-
 # What forwards call their cache: up to transformers 5.23, from 5.24 on, and in models without attention. Code of others
 # may have the first and the second.
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")

@@ -17,8 +17,6 @@ from ..ops.tracing import normal_tensors
 from .architecture import layers_of
 from .models import Check, Seen, TransformersModel
 
-__all__ = ["EncoderDecoderModel", "WhisperDecoder"]
-
 
 class EncoderDecoderModel(TransformersModel):
     """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.

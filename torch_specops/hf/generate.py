@@ -31,8 +31,6 @@ from .processors import read_processors
 from .shadow_model import ShadowModel
 from .stopping import read_criteria
 
-__all__ = ["check_ensemble_weight", "custom_generate"]
-
 
 def custom_generate(
     model: PreTrainedModel,

@@ -22,8 +22,6 @@ from transformers.generation import GenerationMode
 from ..decode.keywords import IN_CUSTOM_GENERATE
 from .images import image_inputs, reads_images
 
-__all__ = ["hand_on_arguments"]
-
 METHOD = "_extract_generation_mode_kwargs"
 VALIDATE = "_validate_generation_mode"
 PARAMETERS = {

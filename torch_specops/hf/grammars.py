@@ -10,8 +10,6 @@ from ..decode.inputs import AnyGrammar
 from ..grammars import Grammar, llguidance, xgrammar
 from .processors import FIRST_WARPER, STAGE
 
-__all__ = ["take_grammars"]
-
 
 def take_grammars(
     processors: LogitsProcessorList, grammar: AnyGrammar, num_rows: int

@@ -17,8 +17,6 @@ from .models import Check, Seen, TransformersModel
 from .regions import large_layers
 from .states import StateCache, StateReader, state_modules
 
-__all__ = ["HybridModel"]
-
 
 class HybridModel(TransformersModel):
     """A causal transformers model with layers that keep a state of the text, alone or beside attention.
@@ -35,6 +33,7 @@ class HybridModel(TransformersModel):
     keeps_states = True
     # A state is read row by row.
     packs_rows = False
+    _cache_kind = StateCache
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         self._readers: dict[nn.Module, StateReader] = {}
@@ -76,9 +75,6 @@ class HybridModel(TransformersModel):
         self._has_attention = "position_ids" in parameters
         self._num_states = getattr(self._config, "number_of_conv_states", 1)
         self._large_layers = large_layers(layers_of(self.prepared))
-
-    def _new_cache(self, batch: int, capacity: int) -> StateCache:
-        return StateCache(batch, capacity, *self._cache_sizes())
 
     def _cache_sizes(self) -> tuple[int, ...]:
         return self.num_layers, self._num_slots, self._num_states

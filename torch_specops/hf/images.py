@@ -15,8 +15,6 @@ from .hybrid import HybridModel
 from .models import Check, TransformersModel
 from .shadow_model import ShadowModel
 
-__all__ = ["HybridImageModel", "ImageTextModel", "image_inputs", "reads_images"]
-
 # The tests compare these with transformers' own decoding. What others read is compared when they first get an image.
 TESTED_MODELS = {"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
 # What forwards call their images, and the marks of the tokens in whose place an image is read.

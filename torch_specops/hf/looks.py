@@ -29,8 +29,6 @@ from .references import (
     reaches_module,
 )
 
-__all__ = ["Look"]
-
 # Attributes that are not followed. Every module has parameters, hooks and names, which are treated by themselves. Each
 # call of a model of images leaves its `rope_deltas`, which no forward of this loop reads.
 NOT_FOLLOWED = frozenset({*vars(nn.Module()), "rope_deltas"})

@@ -28,8 +28,6 @@ from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-__all__ = ["TESTED_FAMILIES", "Check", "Seen", "TransformersModel"]
-
 # The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
 # few tokens when they are first used.
 TESTED_FAMILIES = {
@@ -82,6 +80,7 @@ class TransformersModel:
     reads_rows = True
     reads_inputs = False
     use_spans = True
+    _cache_kind: type[RaggedCache] = RaggedCache
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         self.model = model
@@ -222,14 +221,11 @@ class TransformersModel:
     def _start_cache(self, batch: int, capacity: int) -> None:
         key = batch, capacity, *self._cache_sizes()
         if self._cache is None or self._cache_key != key:
-            self._cache, self._cache_key = self._new_cache(batch, capacity), key
+            self._cache, self._cache_key = self._cache_kind(*key), key
         self._cache.begin()
         self._cache_held = self._cache_holds()
         if self._features is not None:
             self._features.start(self._cache, self.hidden_size, self.model.dtype, self.device)
-
-    def _new_cache(self, batch: int, capacity: int) -> RaggedCache:
-        return RaggedCache(batch, capacity, self.num_layers)
 
     def _cache_sizes(self) -> tuple[int, ...]:
         return (self.num_layers,)
@@ -260,13 +256,11 @@ class TransformersModel:
         return self.model.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.prepared.get_input_embeddings()(tokens)
-        return embedded
+        return self.prepared.get_input_embeddings()(tokens)
 
     @property
     def embeddings(self) -> Tensor:
-        weights: Tensor = self.prepared.get_input_embeddings().weight
-        return weights
+        return self.prepared.get_input_embeddings().weight
 
     def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.prepared.get_output_embeddings()(hidden)

@@ -20,8 +20,6 @@ from .architecture import layers_of, windows
 from .cache import RaggedCache, cache_argument
 from .models import TransformersModel
 
-__all__ = ["MtpHead", "read_mtp_head"]
-
 # What configs call the number of these layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
@@ -234,7 +232,6 @@ def _empty_head(model: PreTrainedModel, found: Found) -> MtpHead:
 def _layer_config(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
     """A config that makes the layers with numbers from 0 on."""
     text = config.get_text_config(decoder=True)
-    own: PreTrainedConfig
     if getattr(text, "num_mtp_layers", None):
         own = config.get_mtp_config()
     elif "sliding_attention" in (getattr(text, "layer_types", None) or ()):

@@ -16,8 +16,6 @@ from transformers.generation import (
 
 from ..decode.output import GenerationStats
 
-__all__ = ["DecoderOnlyOutput", "EncoderDecoderOutput", "Predictions"]
-
 
 @dataclass
 class DecoderOnlyOutput(GenerateDecoderOnlyOutput):

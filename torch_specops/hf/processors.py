@@ -15,8 +15,6 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
-__all__ = ["FIRST_WARPER", "STAGE", "ProcessorSampling", "read_processors"]
-
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
 # before it. `remove_invalid_values` changes logits that are not finite, whose meaning here is fixed
 # (docs/what_verify_computes.md).

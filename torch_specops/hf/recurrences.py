@@ -25,9 +25,6 @@ from transformers.activations import ACT2FN
 from ..ops.tracing import is_eager_cpu
 from .cache import cache_argument
 
-__all__ = ["StepStates", "slots_before", "step_forward"]
-
-
 UNLIMITED = (0.0, float("inf"))
 
 
@@ -85,8 +82,7 @@ class StepStates:
     def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    get_recurrent_state = get_conv_state
 
     def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The inputs [A, C, S] of a convolution -> what it sees of them and of earlier inputs, [S, A, C, W]."""

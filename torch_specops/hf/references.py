@@ -16,19 +16,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-__all__ = [
-    "MUTABLE",
-    "PLAIN",
-    "Parts",
-    "are_same",
-    "calls_nothing",
-    "globals_of",
-    "is_foreign",
-    "package",
-    "parts_of",
-    "reaches_module",
-]
-
 PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 # Others may change them later.
 MUTABLE = (list, set, dict, OrderedDict)

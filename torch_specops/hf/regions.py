@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compile_once", "large_layers"]
-
 # torch 2.11 and 2.12 have regions too, but refuse those that write to their inputs, as a layer writes to its cache.
 ARE_AVAILABLE = torch.__version__ >= "2.13"
 # To call a region takes about 30 us a layer: 20 % of a step if layers have 0.2 million weights, too little to be

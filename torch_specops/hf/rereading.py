@@ -7,14 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..drafts.ragged import FORWARD_COST, groups_by_length
 from .cache import RaggedCache, RaggedLayer
-from .models import Check, TransformersModel
+from .models import TransformersModel
 from .rotary import rereads_at
-
-__all__ = ["OTHER_ROTARY", "RereadingModel"]
 
 OTHER_ROTARY = "model: its rotary embedding has become another kind, which is read otherwise; make a new decoder"
 
@@ -32,10 +29,7 @@ class RereadingModel(TransformersModel):
     """
 
     packs_rows = False
-
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
-        super().__init__(model, num_layers, check)
-        self._caches: tuple[RaggedCache, ...] = ()
+    _caches: tuple[RaggedCache, ...] = ()
 
     def _take_over(self) -> None:
         switch = rereads_at(self.model)

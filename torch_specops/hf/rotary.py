@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-__all__ = ["ReadLengths", "follow_lengths", "growing_kind", "growing_rotaries", "rereads_at"]
-
 
 @dataclass
 class ReadLengths:
@@ -74,31 +72,24 @@ def _growing(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, str
             yield module, growing
 
 
-def _switch(rotary: Any, layer_type: str | None) -> int:
-    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
-    if "dynamic" in kind:
-        length: int = rotary.original_max_seq_len
-        return length
-    parameters = rotary.config.rope_parameters
-    length = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-    return length
-
-
 # A function of the module, because pickle would find a method by its name.
 def _rotate(
-    rotary: nn.Module, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    rotary: Any, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
     """The forward of a rotary embedding, `own` or its class's: called once for each length that frequencies
     depend on, with the positions of the tokens that are read at it."""
     forward = partial(type(rotary).forward, rotary) if own is None else own
     if layer_type is not None:
         forward = partial(forward, layer_type=layer_type)
-    kinds: Any = rotary.rope_type
-    kind = kinds if layer_type is None else kinds[layer_type]
+    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
     is_dynamic = "dynamic" in kind
     if read.lengths is None or not (is_dynamic or kind == "longrope"):
         return forward(x, position_ids)
-    switch, num_tokens = _switch(rotary, layer_type), position_ids.shape[-1]
+    if is_dynamic:
+        switch = rotary.original_max_seq_len
+    else:
+        parameters = rotary.config.rope_parameters
+        switch = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
     # Longrope has two sets of frequencies, and dynamic scaling a set for each length beyond the switch.
     lengths = read.lengths.clamp(switch, None if is_dynamic else switch + 1)
     values: tuple[Tensor, ...] | None = None
@@ -110,7 +101,7 @@ def _rotate(
         positions = pad(positions, (0, 1), value=length - 1 if length > switch else 0)
         found = forward(x, positions)
         is_single = isinstance(found, Tensor)
-        parts = tuple(part[..., :num_tokens, :] for part in ((found,) if is_single else found))
+        parts = tuple(part[..., :-1, :] for part in ((found,) if is_single else found))
         if values is not None:
             parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, values, strict=True))
         values = parts

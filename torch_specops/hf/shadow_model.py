@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 
 from .looks import Look
 
-__all__ = ["ShadowModel"]
-
 
 class ShadowModel:
     """Modules in evaluation mode over the parameters and the hooks of a model.

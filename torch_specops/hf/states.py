@@ -25,8 +25,6 @@ from .cache import RaggedCache, RaggedLayer, cache_argument
 from .recurrences import StepStates, slots_before, step_forward
 from .references import is_foreign
 
-__all__ = ["StateCache", "StateReader", "state_modules"]
-
 # A state of a layer: "conv_states" or "recurrent_states", and its index.
 State = tuple[str, int]
 KINDS = ("conv_states", "recurrent_states")

@@ -24,8 +24,6 @@ from transformers.generation import (
 from ..decode.rows import BatchRule, RowRule
 from .outputs import Predictions
 
-__all__ = ["StopRules", "read_criteria", "stop_string_rule"]
-
 # As in transformers.
 _PREFIX = "abcdef"
 # What is known of each tokenizer that is in use, and the lock for adding to it.
@@ -155,8 +153,7 @@ def _ask_of_rows(criterion: StoppingCriteria, texts: list[list[int]]) -> list[bo
     # No string has a token outside the vocabulary.
     outside = torch.iinfo(torch.int64).max
     newest = [[outside] * (width - len(text)) + text[-width:] for text in texts]
-    ends: list[bool] = criterion(torch.tensor(newest, device="cpu"), None).tolist()
-    return ends
+    return criterion(torch.tensor(newest, device="cpu"), None).tolist()
 
 
 def _ask(criterion: StoppingCriteria, predictions: Predictions | None, input_ids: Tensor) -> Any:

@@ -23,9 +23,6 @@ from .cpu import block, exact, sigmoid
 from .cpu import filters as cpu_filters
 from .cpu import sample as cpu_sample
 from .registration import register_op
-from .tracing import on_device_of
-
-__all__ = ["filter_logits", "sample", "verify_block", "verify_exact", "verify_sigmoid"]
 
 
 def verify_exact(
@@ -325,8 +322,7 @@ def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
         return exact.verify_exact(args)
     from .cuda.exact import verify_exact as launch
 
-    with on_device_of(args.target_logits):
-        return launch(args)
+    return launch(args)
 
 
 @register_op(verify_block, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))
@@ -338,8 +334,7 @@ def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
         return block.verify_block(args)
     from .cuda.block import verify_block as launch
 
-    with on_device_of(args.target_logits):
-        return launch(args)
+    return launch(args)
 
 
 @register_op(verify_sigmoid)
@@ -350,8 +345,7 @@ def _verify_sigmoid(*values: Any) -> tuple[Tensor, Tensor]:
         return sigmoid.verify_sigmoid(args)
     from .cuda.sigmoid import verify_sigmoid as launch
 
-    with on_device_of(args.target_logits):
-        return launch(args)
+    return launch(args)
 
 
 @register_op(sample, lambda logits, **args: _skips_rows(logits, 2**16, **args))
@@ -362,8 +356,7 @@ def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tenso
         return cpu_sample.sample(logits, uniforms, filters)
     from .cuda.sample import sample as launch
 
-    with on_device_of(logits):
-        return launch(logits, uniforms, filters)
+    return launch(logits, uniforms, filters)
 
 
 @register_op(filter_logits)
@@ -374,5 +367,4 @@ def _filter_logits(logits: Tensor, *args: Any) -> Tensor:
         return cpu_filters.filter_logits(logits, filters)
     from .cuda.filter import filter_logits as launch
 
-    with on_device_of(logits):
-        return launch(logits, filters)
+    return launch(logits, filters)

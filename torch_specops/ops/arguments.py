@@ -13,23 +13,6 @@ from torch import Tensor
 
 from ..checks import check_bounds, check_fraction, check_number, check_tensor
 
-__all__ = [
-    "Filters",
-    "GumbelArguments",
-    "PerRow",
-    "SigmoidArguments",
-    "VerifyArguments",
-    "check_filter_logits",
-    "check_kinds",
-    "check_sample",
-    "check_sample_gumbel",
-    "check_verify_block",
-    "check_verify_exact",
-    "check_verify_gumbel",
-    "check_verify_sigmoid",
-    "filters_of",
-]
-
 if TYPE_CHECKING:
     PerRow = Tensor | float | None
 else:
@@ -123,7 +106,7 @@ def check_verify_exact(args: VerifyArguments) -> None:
         if args.draft_logits is None:
             raise ValueError(
                 "draft_lse: expected None when draft_logits is None (a one-hot draft has no logsumexp), "
-                f"got shape {_shape(args.draft_lse)}"
+                f"got shape {list(args.draft_lse.shape)}"
             )
         drafts = tuple(args.draft_tokens.shape)
         _check("draft_lse", args.draft_lse, drafts, "[B, K]", FLOAT32, args.target_logits.device)
@@ -178,7 +161,7 @@ def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
     _check_logits("target_logits", logits, "[B, K+1, V]")
     batch, num_rows, vocab_size = logits.shape
     if num_rows < 1:
-        raise ValueError(f"target_logits: expected [B, K+1, V] with K >= 0, got {_shape(logits)}")
+        raise ValueError(f"target_logits: expected [B, K+1, V] with K >= 0, got {list(logits.shape)}")
     return batch, num_rows - 1, vocab_size
 
 
@@ -192,7 +175,7 @@ def _check_verify(args: VerifyArguments | SigmoidArguments) -> None:
     if are_tensors and tokens.shape == uniforms.shape != drafts and tokens.dim() == 2 and tokens.shape[0] == batch:
         # All others agree on K, so it is the logits that lack a row or have an extra row.
         expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
-        raise ValueError(f"target_logits: expected {expected}, got shape {_shape(logits)}")
+        raise ValueError(f"target_logits: expected {expected}, got shape {list(logits.shape)}")
     _check("draft_tokens", args.draft_tokens, drafts, "[B, K]", TOKENS, device)
     if args.draft_logits is not None:
         _check("draft_logits", args.draft_logits, (*drafts, vocab_size), "[B, K, V]", LOGITS, device)
@@ -212,13 +195,13 @@ def _check_logits(name: str, logits: Tensor, axes: str) -> None:
     _check_strided(name, logits)
     rank = axes.count(",") + 1
     if logits.dim() != rank:
-        raise ValueError(f"{name}: expected {rank} dimensions {axes}, got shape {_shape(logits)}")
+        raise ValueError(f"{name}: expected {rank} dimensions {axes}, got shape {list(logits.shape)}")
     _check_dtype(name, logits, LOGITS)
     if logits.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: expected a CPU or CUDA tensor, got one on {logits.device}")
     # Token indices are 32-bit inside the kernels.
     if not 1 <= logits.shape[-1] < 2**31 - 2**16:
-        raise ValueError(f"{name}: expected a vocabulary of 1 to 2**31 - 2**16 entries, got shape {_shape(logits)}")
+        raise ValueError(f"{name}: expected a vocabulary of 1 to 2**31 - 2**16 entries, got shape {list(logits.shape)}")
 
 
 def _check(
@@ -235,7 +218,7 @@ def _check(
         return
     _check_strided(name, tensor)
     if tensor.shape != shape:
-        raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {_shape(tensor)}")
+        raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {list(tensor.shape)}")
     _check_dtype(name, tensor, dtypes)
     if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, as the logits are, got one on {tensor.device}")
@@ -252,10 +235,6 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)
 
 
 def filters_of(

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kv_cache import Window, fold_groups
+from .kv_cache import Window
 from .registration import register_op
-from .tracing import is_eager_cpu, on_device_of
-
-__all__ = ["DTYPES", "MIN_SPAN_CAPACITY", "attend", "attend_masked", "attention_dtype", "spans_of", "spans_serve"]
+from .tracing import is_eager_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,8 +68,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
     Raises:
         ValueError, TypeError: a shape or dtype that does not fit.
     """
-    result: Tensor = torch.ops.specops.attend.default(queries, keys, values, spans, scale)
-    return result
+    return torch.ops.specops.attend.default(queries, keys, values, spans, scale)
 
 
 @register_op(attend, is_opaque=lambda **_: True, opaque_on_cuda=True)
@@ -80,8 +77,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
     if queries.device.type == "cuda":
         from .cuda.attention import attend as launch
 
-        with on_device_of(queries):
-            return launch(queries, keys, values, spans, scale)
+        return launch(queries, keys, values, spans, scale)
     if is_eager_cpu(queries, keys, values, spans):
         width = int(spans[..., 1].amax()) + 1
         keys, values = keys[:, :, :width], values[:, :, :width]
@@ -107,7 +103,10 @@ def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
         # Folding copies the mask for each head of a group. For a long prompt the mask is larger than the keys.
         keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (keys, values))
     else:
-        queries, mask = fold_groups(queries, keys.shape[1], mask)
+        # The query heads of a group become further queries of the key head that they share, one head after another.
+        queries = queries.reshape(batch, keys.shape[1], group * count, head_dim)
+        if mask is not None:
+            mask = mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return output.reshape(batch, num_heads, count, -1).transpose(1, 2).contiguous()
 

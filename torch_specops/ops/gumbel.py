@@ -16,9 +16,6 @@ from . import arguments
 from .arguments import Filters, GumbelArguments, PerRow
 from .cpu import gumbel
 from .registration import register_op
-from .tracing import on_device_of
-
-__all__ = ["sample_gumbel", "verify_gumbel"]
 
 
 def sample_gumbel(
@@ -67,8 +64,7 @@ def sample_gumbel(
     arguments.check_kinds(filters)
     if torch.compiler.is_compiling():
         arguments.check_sample_gumbel(logits, seeds, positions, filters)
-    tokens: Tensor = _sample_gumbel(logits, seeds, positions, *filters)
-    return tokens
+    return _sample_gumbel(logits, seeds, positions, *filters)
 
 
 def verify_gumbel(
@@ -116,8 +112,7 @@ def verify_gumbel(
     arguments.check_kinds(args)
     if torch.compiler.is_compiling():
         arguments.check_verify_gumbel(args)
-    result: tuple[Tensor, Tensor] = _verify_gumbel(*args)
-    return result
+    return _verify_gumbel(*args)
 
 
 def _is_long(logits: Tensor) -> bool:
@@ -148,5 +143,4 @@ def _verify(args: GumbelArguments) -> tuple[Tensor, Tensor]:
         return gumbel.verify_gumbel(args)
     from .cuda.gumbel import verify_gumbel as launch
 
-    with on_device_of(args.target_logits):
-        return launch(args)
+    return launch(args)

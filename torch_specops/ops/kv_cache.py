@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .tracing import normal_tensors
 
-__all__ = ["RaggedKeyValues", "Window", "emptied", "fold_groups", "visible_slots"]
-
 
 @dataclass(frozen=True)
 class Window:
@@ -116,21 +114,3 @@ def visible_slots(
     if window is not None:
         visible = visible & (slot_positions >= window.first(positions).unsqueeze(2))
     return visible.unsqueeze(1)
-
-
-def fold_groups(queries: Tensor, num_key_heads: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The query heads of a group as further queries of the key head that they share, so that no key is copied.
-
-    Args:
-        queries: [B, G * num_key_heads, n, D].
-        mask: [B or 1, 1, n, W]; None = none.
-
-    Returns:
-        [B, num_key_heads, G * n, D] and [B, 1, G * n, W]: the queries of a group one head after another.
-    """
-    batch, num_heads, count, head_dim = queries.shape
-    group = num_heads // num_key_heads
-    folded = queries.reshape(batch, num_key_heads, group * count, head_dim)
-    if mask is not None:
-        mask = mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)
-    return folded, mask

@@ -66,8 +66,8 @@ is_mapped: Callable[[Tensor], bool] = find("torch._C._functorch:is_functorch_wra
 # Says whether `torch.jit.trace` records the calls. Without the name it records what eager calls compute.
 is_recording: Callable[[], bool] = find("torch.jit:is_tracing") or (lambda: False)
 
-# A test for CUDA tensors without data. Without the name every tensor has data once CUDA was used: tracing then sets the
-# device, too.
+# A test for CUDA tensors without data. Without the name every tensor has data once CUDA was used: traced launches then
+# keep Triton's default (`fusing_products`).
 is_fake: Callable[[Tensor], bool] = find("torch._subclasses.fake_tensor:is_fake") or (
     lambda _: not torch.cuda.is_initialized()
 )

@@ -19,8 +19,6 @@ from ..checks import check_tensor
 from .registration import register_op
 from .tracing import is_eager_cpu
 
-__all__ = ["STREAMS", "uniforms"]
-
 STREAMS = {"propose": 0, "accept": 1, "sample": 2, "inner": 3, "noise": 4}
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -69,8 +67,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")
     if torch.compiler.is_compiling():
         _check(seeds, positions, n)
-    result: Tensor = _uniforms(seeds, positions, n, stream)
-    return result
+    return _uniforms(seeds, positions, n, stream)
 
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
@@ -82,8 +79,7 @@ def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: in
 
 def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
     """[B, K+1]: K numbers of the stream "accept", and the first of "sample"."""
-    result: Tensor = _step_uniforms(seeds, positions, num_draft_tokens)
-    return result
+    return _step_uniforms(seeds, positions, num_draft_tokens)
 
 
 # Compiled code on a CPU calls these ops: their 200 operations on a few numbers each would take longer to compile than
@@ -223,8 +219,9 @@ def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]])
         return torch.empty(batch, 4 * len(blocks), dtype=torch.float32, device="cpu")
     top = _packed([MASK >> 8] * size)
     w0, w1, w2, w3 = ((word >> 8) & top for word in _packed_words(seeds.tolist(), positions.tolist(), blocks))
-    pairs = [_unpacked(pair, size) for pair in (w0 | w1 << 32, w2 | w3 << 32)]
-    return torch.cat(pairs, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
+    pairs = (bytearray(pair.to_bytes(8 * size, "little")) for pair in (w0 | w1 << 32, w2 | w3 << 32))
+    words = [torch.frombuffer(pair, dtype=torch.int32).view(size, 2) for pair in pairs]
+    return torch.cat(words, 1).view(batch, 4 * len(blocks)).float().mul_(2.0**-24)
 
 
 def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -244,14 +241,8 @@ def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequen
 
     counter = (index, stream, position & mask, (position >> 32) & mask)
     weyl = (ones * WEYL_0, ones * WEYL_1)
-    words: tuple[int, ...] = _rounds(counter, (seed & mask, (seed >> 32) & mask), weyl, mask, multiply)
-    return words
+    return _rounds(counter, (seed & mask, (seed >> 32) & mask), weyl, mask, multiply)
 
 
 def _packed(values: Sequence[int]) -> int:
     return int.from_bytes(array("Q", values).tobytes(), "little")
-
-
-def _unpacked(words: int, size: int) -> Tensor:
-    """[size, 2] int32"""
-    return torch.frombuffer(bytearray(words.to_bytes(8 * size, "little")), dtype=torch.int32).view(size, 2)

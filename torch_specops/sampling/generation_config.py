@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["values_of"]
-
 # Fields that affect the distribution and have no counterpart in `SamplingParams`, with the value besides None that has
 # no effect.
 ALWAYS_READ: dict[str, Any] = {

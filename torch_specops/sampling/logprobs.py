@@ -11,8 +11,6 @@ from torch import Tensor
 from ..ops import filter_logits
 from .parameters import SamplingTensors
 
-__all__ = ["LogProbabilities", "filtered", "log_probabilities"]
-
 
 class LogProbabilities(NamedTuple):
     """Log-probabilities of emitted tokens, and the most likely tokens in their places."""

@@ -16,8 +16,6 @@ from ..ops import sample, sample_gumbel
 from .generation_config import values_of
 from .processors import AnyProcessors, Processors, round_up
 
-__all__ = ["NEUTRAL", "Bias", "SamplingParams", "SamplingTensors"]
-
 Number = float | list[float] | Tensor
 Words = Sequence[Sequence[int]]
 # The `until` of a bias for any number of new tokens.

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ..ops.tracing import is_eager_cpu
 
-__all__ = ["AnyProcessors", "Processors", "count_words", "joined_words", "round_up"]
-
 
 class AnyProcessors(Protocol):
     """The interface of `SamplingTensors.processors`."""

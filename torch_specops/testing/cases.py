@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,23 +93,8 @@ def sample_inputs(
             options[key] = min(options.get(key, default), limit or math.inf)
         # A generator per case: adding a case changes no other.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
-        args = _arguments(op, generator, vocab_size, options)
+        args = arguments_of(op, generator, vocab_size, options)
         yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
-
-
-def mixed_inputs(op: str, count: int) -> Iterator[Case]:
-    """Cases with the options of three cases each, on few tokens."""
-    for number in range(count):
-        choice = random.Random(f"{op} {number}")
-        # With other options nothing is exact.
-        names = choice.sample(sorted(name for name in case_names(op) if not name.startswith("exact_")), 3)
-        options = {key: value for name in names for key, value in CASES[name].items()}
-        if options.get("one_hot") or any("overflow" in name for name in names):
-            # Float32 does not hold the lse of such large logits closely enough.
-            options.pop("lse", None)
-        vocab_size = choice.choice((1, 2, 3, 7, 33))
-        generator = torch.Generator().manual_seed(number)
-        yield Case(f"{'+'.join(names)}-V{vocab_size}", op, _arguments(op, generator, vocab_size, options))
 
 
 def case_names(op: str) -> list[str]:
@@ -120,7 +104,8 @@ def case_names(op: str) -> list[str]:
     return [name for name, options in CASES.items() if options.keys() <= OPTIONS[op]]
 
 
-def _arguments(op: str, generator: torch.Generator, vocab_size: int, options: Options) -> dict[str, Any]:
+def arguments_of(op: str, generator: torch.Generator, vocab_size: int, options: Options) -> dict[str, Any]:
+    """The arguments of a call with these options, of which it takes out the layout and the scale."""
     layout, scale = options.pop("layout", None), options.pop("scale", None)
     if op.startswith("verify"):
         args = _verify_arguments(generator, vocab_size, **options)

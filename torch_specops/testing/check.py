@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..checks import check_int
 from ..sampling import SamplingParams
 from .markov import MarkovModel
 from .report import EngineReport, LosslessReport
@@ -360,17 +361,11 @@ def _read_prompt(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
 def _check_numbers(
     vocab_size: int, num_tokens: int, trials: int, batch_size: int, significance: float, seed: int
 ) -> None:
-    for name, value, low, high in (
-        ("vocab_size", vocab_size, 2, MAX_OUTCOMES),
-        ("num_tokens", num_tokens, 1, 20),
-        ("trials", trials, 100, 2**62),
-        ("batch_size", batch_size, 1, 2**62),
-        ("seed", seed, 0, 2**32 - 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type(value)}")
-        if not low <= value <= high:
-            raise ValueError(f"{name}: expected a number in [{low}, {high}], got {value}")
+    check_int("vocab_size", vocab_size, 2, MAX_OUTCOMES)
+    check_int("num_tokens", num_tokens, 1, 20)
+    check_int("trials", trials, 100)
+    check_int("batch_size", batch_size, 1)
+    check_int("seed", seed, 0, 2**32 - 1)
     if not 0 < significance < 1:
         raise ValueError(f"significance: expected a number in (0, 1), got {significance}")
     if vocab_size**num_tokens > MAX_OUTCOMES:

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .cases import Case, on_cpu, oracle
+from .cases import BELOW_ONE_FLOAT64, Case, on_cpu, oracle
 
-BELOW_ONE = 1.0 - 2.0**-53
 # The largest w = 1 - u of Gumbel noise in float32.
 LARGEST = 1.0 - 2.0**-24
 # A number may move by less than its bound.
@@ -189,8 +188,8 @@ def _moved(
                 else:
                     # Between 0 and 1, without the ends. Beyond 1 a draft of p = q is rejected; beyond both the first or
                     # the last token is drawn, however unlikely it is.
-                    lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE
+                    lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE_FLOAT64
                     endless = name in DRAWING or (name == "accept_uniforms" and op != "verify_block")
-                    highest = math.inf if endless else BELOW_ONE
+                    highest = math.inf if endless else BELOW_ONE_FLOAT64
                     moved[name] = torch.where((x > 0) & (x < 1), changed.clamp(lowest, highest), x)
         yield moved

@@ -19,8 +19,7 @@ def batch_sliced(x: Tensor) -> Tensor:
 
 def vocab_sliced(x: Tensor) -> Tensor:
     """The middle of longer rows: odd row stride, odd storage offset, so that rows start at no 16-byte boundary."""
-    padding = 3 + (x.shape[-1] + 1) % 2 * 1
-    longer = x.new_zeros(*x.shape[:-1], x.shape[-1] + padding + (x.shape[-1] + padding + 1) % 2)
+    longer = x.new_zeros(*x.shape[:-1], x.shape[-1] + 4 | 1)
     longer[..., 1 : 1 + x.shape[-1]] = x
     return longer[..., 1 : 1 + x.shape[-1]]
 

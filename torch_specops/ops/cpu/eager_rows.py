@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import Filters
 from ..tracing import is_eager_cpu
 from .filters import is_kept, row_bounds, scale_kept
-from .softmax import FLOAT32_MAX, FLOAT32_TINY, argmax
+from .softmax import FLOAT32_MAX, FLOAT32_TINY, TILE, argmax
 
 # The eager form handles sequences one by one: a larger batch of sampled sequences takes the dense form, if its rows are
 # shorter than this.
@@ -24,8 +24,6 @@ EAGER_MAX_BATCH, EAGER_MIN_VOCAB = 16, 1024
 CACHED_LOGITS = 2**16
 # Below this, weights lose digits.
 LEAST_EXACT_WEIGHT = 2.0**-100
-# Vocabulary entries per tile of the two-level search in `draw_tokens`.
-TILE = 1024
 # Vocabulary entries per tile of `argmax_by_tiles`, and the most logits that are searched without tiles.
 ARGMAX_TILE, ARGMAX_MAX_UNTILED = 128, 2**15
 

@@ -63,20 +63,17 @@ def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bo
     z = scale(logits, inverse)
     if bounds is None:
         return z
-    kept = _is_kept(logits.unsqueeze(-1), tokens.unsqueeze(-1), bounds)
+    kept = is_kept(logits.unsqueeze(-1), bounds, tokens.unsqueeze(-1))
     return torch.where(kept.squeeze(-1), z, -math.inf)
 
 
-def is_kept(logits: Tensor, bounds: Bounds) -> Tensor:
-    """[B, ..., V] bool: entries that are neither removed nor NaN."""
-    return _is_kept(logits, torch.arange(logits.shape[-1], device=logits.device), bounds)
-
-
-def _is_kept(logits: Tensor, index: Tensor, bounds: Bounds) -> Tensor:
+def is_kept(logits: Tensor, bounds: Bounds, tokens: Tensor | None = None) -> Tensor:
+    """[B, ..., V] bool: entries that are neither removed nor NaN. They are the logits of `tokens`; None = all."""
     # Comparisons with NaN are false.
     x, cut = logits.float(), bounds.cut.unsqueeze(-1)
     if bounds.first is None:
         return x >= cut
+    index = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
     return (x > cut) | ((x == cut) & (index >= bounds.first.unsqueeze(-1)))
 
 

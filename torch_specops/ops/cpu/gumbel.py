@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arguments import Filters, GumbelArguments
 from ..tracing import is_eager_cpu
-from ..uniforms import noise_key_bytes, noise_keys
+from ..uniforms import MASK, noise_key_bytes, noise_keys
 from .eager_rows import CACHED_LOGITS, argmax_by_tiles, columns, integers, inverse_number, scaled_rows
 from .eager_walk import prefix_length
 from .filters import row_bounds, scale_kept
@@ -26,7 +26,6 @@ from .walk import prefix_lengths
 # The hash of a token under two keys: a Weyl sequence, and twice a shift and a product, once with a key.
 WEYL, FACTOR = 0x9E3779B9, 0x735A2D97
 SHIFTS = 16, 15
-MASK = 0xFFFFFFFF
 # The largest float32 below 1.
 LARGEST = 1.0 - 2.0**-24
 # In a row longer than MAX_SCORED_VOCAB, a score is computed for tokens that can win: whose hash is small, and still
@@ -108,8 +107,7 @@ def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], ke
         top = np.array(maxima, np.float32)
         scale = np.array(inverse, np.float32)[:, None, None]
         scores = _scores(z, np.maximum(top, -FLOAT32_MAX)[..., None], scale, hashes(keys, z.shape[-1]))
-        tokens: list[list[int]] = np.where(top > -np.inf, scores.argmax(-1), -1).tolist()
-        return tokens
+        return np.where(top > -np.inf, scores.argmax(-1), -1).tolist()
 
 
 def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
-# Vocabulary entries per tile of the two-level search in `draw`.
+# Vocabulary entries per tile of the two-level search in `draw` and `draw_tokens`.
 TILE = 1024
 
 
