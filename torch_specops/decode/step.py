@@ -165,8 +165,7 @@ def speculative_step(
 
 def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, vocab_size: int) -> Draft:
     """Up to K drafts for each row, checked if the source is a user's."""
-    text = (state.tokens, state.lengths)
-    return proposal_of(draft, *text, num_draft_tokens, state.sampling, state.seeds, vocab_size)
+    return proposal_of(draft, state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds, vocab_size)
 
 
 def verify_and_commit(
