@@ -28,9 +28,6 @@ from .rows import BatchRules, ask_row_rules
 from .state import Texts, moved, shapes_of
 from .step import StepPlan, unpack_record
 
-__all__ = ["Batch", "KeptLogits"]
-
-
 # For each row the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
 

@@ -24,8 +24,6 @@ from .models import models_of
 from .state import DecodeState, copy_state, moved, shape_of, tensors_of
 from .step import Masks, StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
 
-__all__ = ["CompiledSteps"]
-
 # The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
 

@@ -29,8 +29,6 @@ from .step import Verifier
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SpeculativeDecoder", "generate"]
-
 
 @check_keywords
 def generate(

@@ -12,8 +12,6 @@ from torch import Tensor
 from ..drafts import Draft
 from .step import Masks
 
-__all__ = ["CapturedStep", "capture", "parts_of"]
-
 
 @dataclass(frozen=True)
 class CapturedStep:

@@ -15,8 +15,6 @@ from torch.amp import is_autocast_available
 from ..drafts import DraftSource, LanguageModel
 from .models import evaluating, look_at, mode_of, models_of
 
-__all__ = ["Guard", "Stream", "autocast_of"]
-
 Autocast = torch.dtype | None
 
 # Shared by all decoders of a model, because it has one cache: of a target the "thread" at work, of any model the

@@ -22,21 +22,6 @@ from .grammar import check_grammar
 from .rows import Row, RowRule
 from .state import DecodeState
 
-__all__ = [
-    "AnyGrammar",
-    "EosTokenIds",
-    "GenerateArguments",
-    "PromptIds",
-    "Prompts",
-    "Seed",
-    "as_prompt",
-    "check_logprobs",
-    "check_room",
-    "check_tokens",
-    "checked_sampling",
-    "read_prompts",
-]
-
 PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.

@@ -12,8 +12,6 @@ from torch import nn
 from ..drafts import DraftSource, LanguageModel, TokenMap
 from ..drafts.ragged import keeps_states
 
-__all__ = ["check_pair", "evaluating", "look_at", "mode_of", "models_of"]
-
 
 def models_of(*parts: object) -> list[Any]:
     """Models and drafts, and the models and drafts inside of them, which come first."""

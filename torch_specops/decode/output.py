@@ -12,17 +12,6 @@ from torch import Tensor
 
 from .planning import PlannedStep
 
-__all__ = [
-    "GenerationOutput",
-    "GenerationStats",
-    "RecordReader",
-    "Step",
-    "Streamer",
-    "TopLogprobs",
-    "shortened",
-    "streamer_calls",
-]
-
 # What a `repr` shows may have an entry for each row of a batch, which may have hundreds.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8

@@ -22,8 +22,6 @@ from .inputs import Prompts, Seed, as_prompt, read_prompts
 from .keywords import check_keywords
 from .output import TopLogprobs, shortened
 
-__all__ = ["Completion", "Handle", "Request", "largest", "read_request"]
-
 
 @dataclass(eq=False, repr=False)
 class Request:

@@ -27,8 +27,6 @@ from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
 from .state import ROOM
 
-__all__ = ["Session", "completions_of"]
-
 
 class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.

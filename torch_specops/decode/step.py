@@ -24,18 +24,6 @@ from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
 from .state import DecodeState
 
-__all__ = [
-    "Choose",
-    "Masks",
-    "StepPlan",
-    "Verifier",
-    "checked_drafts",
-    "propose",
-    "speculative_step",
-    "unpack_record",
-    "verify_and_commit",
-]
-
 # From a step's drafts, and how many each row has [B], to how many of each row to verify.
 Choose = Callable[[Draft, Tensor], list[int]]
 # From a step's drafts to those to verify, and the bitmask of `verify_and_commit`.

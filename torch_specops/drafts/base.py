@@ -13,21 +13,6 @@ from torch import Tensor, nn
 from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
 
-__all__ = [
-    "AnyDraft",
-    "Draft",
-    "DraftSource",
-    "FeatureModel",
-    "LanguageModel",
-    "as_language_model",
-    "feature_model",
-    "proposal_of",
-    "readable_lengths",
-    "refuse_class",
-    "stacked",
-    "static_tensors_of",
-]
-
 
 @dataclass(frozen=True)
 class Draft:

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_floating", "checkpoint_folder", "filled", "open_weights", "read_json"]
-
 Network = TypeVar("Network", bound=nn.Module)
 
 

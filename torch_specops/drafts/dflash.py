@@ -12,8 +12,6 @@ from .dflash_head import DFlashHead, read_drafter
 from .feature import PublishedDraft, check_target
 from .layers import Attention
 
-__all__ = ["DFlash"]
-
 
 class DFlash(PublishedDraft):
     """Drafts a block in one forward of a small network that reads the hidden states of the target.

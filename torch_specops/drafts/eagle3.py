@@ -13,8 +13,6 @@ from .eagle3_head import Eagle3Head
 from .feature import PublishedDraft, check_target
 from .model import SequentialDraft
 
-__all__ = ["Eagle3"]
-
 
 class Eagle3(PublishedDraft, SequentialDraft):
     """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).

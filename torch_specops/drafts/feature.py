@@ -17,8 +17,6 @@ from .base import FeatureModel, LanguageModel, as_language_model, feature_model
 from .layers import Attention
 from .model import SampledDraft
 
-__all__ = ["FeatureDraft", "PublishedDraft", "check_target"]
-
 Own = TypeVar("Own", bound="PublishedDraft")
 
 

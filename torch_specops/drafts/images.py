@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .base import LanguageModel
 
-__all__ = ["ImageModel", "reads_images"]
-
 
 class ImageModel(LanguageModel, Protocol):
     """A language model that reads images in the prompt. `start` and `replace_inputs` get the images of the prompts that

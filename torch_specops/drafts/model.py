@@ -27,8 +27,6 @@ from .base import (
 from .images import reads_images
 from .ragged import expect_tokens, read_beginnings, read_texts
 
-__all__ = ["ModelDraft", "SampledDraft", "SequentialDraft", "as_draft_source"]
-
 
 class SampledDraft(DraftSource):
     """A source that samples its drafts, and compiles pieces of its own."""

@@ -14,8 +14,6 @@ from ..sampling import SamplingTensors
 from .base import Draft, LanguageModel, as_language_model, feature_model, stacked
 from .feature import FeatureDraft, check_target
 
-__all__ = ["MTP"]
-
 # The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
 read_head: Callable[..., Any] | None = None
 

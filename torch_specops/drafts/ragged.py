@@ -12,18 +12,6 @@ from ..ops.tracing import normal_tensors
 from .base import LanguageModel
 from .images import reads_images
 
-__all__ = [
-    "RowReader",
-    "begin_texts",
-    "can_read_rows",
-    "expect_tokens",
-    "groups_by_length",
-    "keeps_states",
-    "read_beginnings",
-    "read_ragged",
-    "read_texts",
-]
-
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32

@@ -11,8 +11,6 @@ from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 from .costs import StepCosts
 
-__all__ = ["Auto"]
-
 # What `Auto` assumes. The chance that the next token is right after a match of n tokens, until WEIGHT drafts of that
 # length were seen, and the factor by which each draft makes those before count less.
 LONGEST = 20
