@@ -148,7 +148,7 @@ class TokenStreamer:
         self.heard.append("end")
 
 
-class Late(RecordReader[Any]):
+class Late(RecordReader):
     """Gives records one step late, as on CUDA, where the next step is queued already."""
 
     def pop(self, early: bool = False) -> tuple[Tensor, Any] | None:

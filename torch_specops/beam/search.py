@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
 from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_prompts
-from ..decode.models import evaluating, look_at, mode_of, modules_of
+from ..decode.models import evaluating, look_at, mode_of
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
@@ -150,7 +150,7 @@ def beam_search(
 
     stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
     search = _Search(model, draft_model, scorer, width, 0 if draft_model is None else num_draft_tokens, stats)
-    with evaluating(modules_of(model, draft_model)), mode_of(model, draft_model)():
+    with evaluating(model, draft_model), mode_of(model, draft_model)():
         search.run(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():

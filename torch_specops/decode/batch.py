@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import feature_model, readable_lengths, replace_inputs
+from ..drafts.base import feature_model, readable_lengths
 from ..drafts.images import reads_images
 from ..drafts.ragged import begin_texts, expect_tokens, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
@@ -27,9 +27,6 @@ from .planning import PlannedStep, Planner
 from .rows import BatchRules, ask_row_rules
 from .state import Texts, moved, shapes_of
 from .step import StepPlan, unpack_record
-
-__all__ = ["Batch", "KeptLogits"]
-
 
 # For each row the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
@@ -102,7 +99,7 @@ class Batch:
         self.state = moved(replace(prompts.state, sampling=sampling), self._target.device, capacity)
         self._start_models(inputs, reads_first=prompts.num_copies > 1 or all(self.finished) or has_images)
         self._planner = Planner(schedule, self._draft, steps.ready)
-        self._reader: RecordReader[PlannedStep] = RecordReader(self.state.tokens.device)
+        self._reader = RecordReader(self.state.tokens.device)
         steps.synchronize()
         self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(self._target, self._draft))
         self.stats.prefill_seconds = time.perf_counter() - started
@@ -203,7 +200,8 @@ class Batch:
         """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
         (self._rows_with_inputs.add if inputs else self._rows_with_inputs.discard)(index)
         with normal_tensors():
-            replace_inputs(self._target, index, inputs)
+            if hasattr(self._target, "replace_inputs"):
+                self._target.replace_inputs(index, inputs)
             if self._draft is not None:
                 self._draft.replace_inputs(index, inputs)
         self._steps.keep_valid_graphs()
@@ -314,9 +312,8 @@ class Batch:
     def _collect(self) -> RowResults | None:
         """The results of the oldest step that was launched and not yet collected; None if it is too early."""
         results, self._read_early = self._read_early, None
-        if results is None:
-            read = self._reader.pop()
-            results = None if read is None else self._read(*read)
+        if results is None and (read := self._reader.pop()) is not None:
+            results = self._read(*read)
         return results
 
     def _masks(self, is_fixed: bool, proposal: Draft) -> tuple[Draft, Tensor]:

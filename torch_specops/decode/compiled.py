@@ -19,12 +19,10 @@ from ..drafts import Draft, DraftSource, LanguageModel
 from ..drafts.base import static_tensors_of
 from ..grammars import Grammar
 from .grammar import MAX_FORCED, all_allowed
-from .graphs import CapturedStep, capture, capture_in_two, parts_of
+from .graphs import CapturedStep, capture, parts_of
 from .models import models_of
 from .state import DecodeState, copy_state, moved, shape_of, tensors_of
-from .step import StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
-
-__all__ = ["CompiledSteps"]
+from .step import Masks, StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
 
 # The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
@@ -39,7 +37,6 @@ class CompiledSteps:
 
     Args:
         target, draft, verify: the parts of a step.
-        buckets: as the attribute.
         compile: as `SpeculativeDecoder` takes it.
         one_graph: compile a step as a single graph instead of in pieces.
 
@@ -253,8 +250,7 @@ class CompiledSteps:
 
     def _verify(self, state: DecodeState, proposal: Draft, bitmask: Tensor | None = None) -> Tensor:
         verify = self._piece(verify_and_commit, proposal.tokens.shape[1], bitmask is not None)
-        record: Tensor = verify(self.target, state, proposal, self.verify, bitmask)
-        return record
+        return verify(self.target, state, proposal, self.verify, bitmask)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
         return self._pieces.get(function, self._shape, self._compile_keys, *key)
@@ -273,10 +269,23 @@ class CompiledSteps:
                 graph, (record, _) = capture(stream, pool, self._step, state, plan)
                 step = CapturedStep(graph, record)
             else:
-                step = capture_in_two(stream, pool, partial(self._propose, state), partial(self._verify, state), plan)
+                step = self._capture_in_two(state, plan.num_draft_tokens, plan.masks, stream, pool)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[plan.num_draft_tokens, plan.masks is not None] = step
         return step
+
+    def _capture_in_two(
+        self, state: DecodeState, num_draft_tokens: int, masks: Masks, stream: torch.cuda.Stream, pool: Any
+    ) -> CapturedStep:
+        """A step whose graphs share a memory pool, and that reads a bitmask between them."""
+        graph, proposal = None, self._propose(state, num_draft_tokens)
+        if num_draft_tokens > 0:
+            graph, proposal = capture(stream, pool, self._propose, state, num_draft_tokens)
+            pool = graph.pool()
+        read = replace(proposal, tokens=proposal.tokens.clone())
+        _, bitmask = masks(read)
+        last, record = capture(stream, pool, self._verify, state, read, bitmask)
+        return CapturedStep(last, record, graph, proposal, (read.tokens, bitmask))
 
 
 @contextmanager

@@ -29,8 +29,6 @@ from .step import Verifier
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SpeculativeDecoder", "generate"]
-
 
 @check_keywords
 def generate(
@@ -57,9 +55,8 @@ def generate(
 
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> target = transformers.GPT2LMHeadModel(config).eval()
         >>> prompts = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])
         >>> mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
         >>> output = torch_specops.generate(target, prompts, attention_mask=mask, max_new_tokens=[8, 4], seed=0,
@@ -126,9 +123,8 @@ class SpeculativeDecoder:
 
     Examples:
         >>> import torch, transformers, torch_specops
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> target = transformers.LlamaForCausalLM(config).eval()
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> target = transformers.GPT2LMHeadModel(config).eval()
         >>> decoder = torch_specops.SpeculativeDecoder(target, draft=torch_specops.drafts.PromptLookup())
         >>> output = decoder.generate(torch.tensor([[5, 6, 7, 5, 6]]), max_new_tokens=8, seed=0)
         >>> output.lengths

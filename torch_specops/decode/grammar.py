@@ -12,8 +12,6 @@ from ..drafts import Draft
 from ..grammars import Grammar, num_words
 from .rows import Row
 
-__all__ = ["MAX_FORCED", "accept_tokens", "all_allowed", "check_grammar", "masks_of"]
-
 # Without a draft, a row gets at most so many tokens in a step that its grammar forces.
 MAX_FORCED = 16
 

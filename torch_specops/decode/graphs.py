@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..drafts import Draft
-from .step import Masks, StepPlan
-
-__all__ = ["CapturedStep", "capture", "capture_in_two", "parts_of"]
+from .step import Masks
 
 
 @dataclass(frozen=True)
@@ -54,25 +52,6 @@ def capture(
     # using CUDA meanwhile.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         return graph, function(*arguments)
-
-
-def capture_in_two(
-    stream: torch.cuda.Stream,
-    pool: Any,
-    propose: Callable[[int], Draft],
-    verify: Callable[[Draft, Tensor], Tensor],
-    plan: StepPlan,
-) -> CapturedStep:
-    """A step whose graphs share a memory pool, and that reads a bitmask between them."""
-    assert plan.masks is not None
-    graph, proposal = None, propose(plan.num_draft_tokens)
-    if plan.num_draft_tokens > 0:
-        graph, proposal = capture(stream, pool, propose, plan.num_draft_tokens)
-        pool = graph.pool()
-    read = replace(proposal, tokens=proposal.tokens.clone())
-    _, bitmask = plan.masks(read)
-    last, record = capture(stream, pool, verify, read, bitmask)
-    return CapturedStep(last, record, graph, proposal, (read.tokens, bitmask))
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -13,9 +13,7 @@ import torch
 from torch.amp import is_autocast_available
 
 from ..drafts import DraftSource, LanguageModel
-from .models import evaluating, look_at, mode_of, models_of, modules_of
-
-__all__ = ["Guard", "Stream", "autocast_of"]
+from .models import evaluating, look_at, mode_of, models_of
 
 Autocast = torch.dtype | None
 
@@ -102,7 +100,7 @@ class Guard:
                         "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; "
                         "make a decoder for each thread (they may share transformers models)"
                     )
-                with evaluating(modules_of(*self._parts)):
+                with evaluating(*self._parts):
                     yield
             finally:
                 self._release(thread)

@@ -22,21 +22,6 @@ from .grammar import check_grammar
 from .rows import Row, RowRule
 from .state import DecodeState
 
-__all__ = [
-    "AnyGrammar",
-    "EosTokenIds",
-    "GenerateArguments",
-    "PromptIds",
-    "Prompts",
-    "Seed",
-    "as_prompt",
-    "check_logprobs",
-    "check_room",
-    "check_tokens",
-    "checked_sampling",
-    "read_prompts",
-]
-
 PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
@@ -133,18 +118,16 @@ def read_prompts(
     checks.check_int("num_return_sequences", num_return_sequences, 1)
     batch = tokens.shape[0] * num_return_sequences
     num_new = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)
-    if eos_token_id is None:
-        eos = _eos_tensor(getattr(target, "eos_token_ids", ()), batch)
-    else:
-        eos = _eos_tensor(eos_token_id, batch)
-        if int(eos.max()) >= target.vocab_size:
-            raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
+    own_eos = getattr(target, "eos_token_ids", ())
+    eos = _eos_tensor(own_eos if eos_token_id is None else eos_token_id, batch)
+    if eos_token_id is not None and int(eos.max()) >= target.vocab_size:
+        raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
     if pad_token_id is not None:
         checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = getattr(target, "pad_token_id", None)
     # A tokenizer may have another pad token than the model's config: often an eos token or token 0.
-    suspects = {0, *eos.flatten().tolist(), *getattr(target, "eos_token_ids", ())}
+    suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
     if attention_mask is None:
         _warn_of_padding("attention_mask", tokens, suspects, pad_token_id)
@@ -231,14 +214,9 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
     """The rule of each row, one object for all rows with the same strings."""
     given = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     is_per_row = bool(given) and not any(isinstance(each, str) for each in given)
-    rows = (
-        _checked_rows("stop_strings", "strings for all rows, or for each of", given, batch)
-        if is_per_row
-        else [given] * batch
-    )
     rules: dict[tuple[str, ...], list[RowRule]] = {(): []}
     found = []
-    for row in rows:
+    for row in _of_rows("stop_strings", "strings for all rows, or for each of", given, is_per_row, batch):
         strings = tuple(row) if isinstance(row, Sequence) and not isinstance(row, str) else (row,)
         if not all(isinstance(string, str) and string for string in strings):
             raise TypeError(f"stop_strings: expected strings that are not empty, got {stop_strings!r}")
@@ -390,16 +368,19 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
     return torch.where(inside, tokens, 0)[:, : int(lengths.max())], lengths
 
 
-def _checked_rows(name: str, expected: str, given: list[Any], batch: int) -> list[Any]:
+def _of_rows(name: str, expected: str, given: Any, is_per_row: bool, batch: int) -> list[Any]:
+    """What is given for each row, or the same for all."""
+    if not is_per_row:
+        return [given] * batch
     if len(given) != batch:
         raise ValueError(f"{name}: expected {expected} {batch}, got {len(given)}")
-    return given
+    return list(given)
 
 
 def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
     """An int for all rows, or an int for each -> [B] int64."""
     given = _as_python(value)
-    values = _checked_rows(name, "one number or", given, batch) if isinstance(given, list) else [given] * batch
+    values = _of_rows(name, "one number or", given, isinstance(given, list), batch)
     for number in values:
         # Lengths are sums of such numbers.
         checks.check_int(name, number, least, 2**31 - 1)
@@ -409,12 +390,12 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
 def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
     """A token, several, or several for each row -> [B, E] int64, padded with -1."""
     given = _as_python(eos_token_id)
-    rows = [given if isinstance(given, list) else [given]] * batch
-    if isinstance(given, list) and any(isinstance(item, list) for item in given):
-        given = _checked_rows("eos_token_id", "tokens for all rows, or for each of", given, batch)
-        rows = [item if isinstance(item, list) else [item] for item in given]
-    for token in (token for row in rows for token in row):
-        checks.check_int("eos_token_id", token, 0)
-    rows = [list(dict.fromkeys(row)) for row in rows]
+    is_per_row = isinstance(given, list) and any(isinstance(item, list) for item in given)
+    rows = []
+    for row in _of_rows("eos_token_id", "tokens for all rows, or for each of", given, is_per_row, batch):
+        own = row if isinstance(row, list) else [row]
+        for token in own:
+            checks.check_int("eos_token_id", token, 0)
+        rows.append(list(dict.fromkeys(own)))
     width = max(max(len(row) for row in rows), 1)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64, device="cpu")

@@ -13,8 +13,6 @@ from typing import ParamSpec, TypeVar
 from ..sampling import SamplingParams
 from .inputs import GenerateArguments
 
-__all__ = ["IN_CUSTOM_GENERATE", "check_keywords"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ from torch import nn
 from ..drafts import DraftSource, LanguageModel, TokenMap
 from ..drafts.ragged import keeps_states
 
-__all__ = ["check_pair", "evaluating", "look_at", "mode_of", "models_of", "modules_of"]
-
 
 def models_of(*parts: object) -> list[Any]:
     """Models and drafts, and the models and drafts inside of them, which come first."""
@@ -24,11 +22,6 @@ def models_of(*parts: object) -> list[Any]:
         if part is not None:
             found.append(part)
     return found
-
-
-def modules_of(*parts: object) -> list[nn.Module]:
-    """Those that are modules. A transformers model is none of them: its adapter reads a copy."""
-    return [model for model in models_of(*parts) if isinstance(model, nn.Module)]
 
 
 def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> RuntimeError | None:
@@ -47,16 +40,13 @@ def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) ->
                 continue
             try:
                 model.look()
-            except ValueError as error:
-                raise ValueError(_named(name, error)) from error
-            except RuntimeError as error:
-                misfit = RuntimeError(_named(name, error))
+            except (ValueError, RuntimeError) as error:
+                reason = f"{name}: {str(error).removeprefix('model: ')}"
+                if isinstance(error, ValueError):
+                    raise ValueError(reason) from error
+                misfit = RuntimeError(reason)
     check_pair(target, draft)
     return misfit
-
-
-def _named(name: str, error: Exception) -> str:
-    return f"{name}: {str(error).removeprefix('model: ')}"
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
@@ -94,8 +84,10 @@ def mode_of(*parts: object) -> Callable[[], AbstractContextManager[None]]:
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts modules into evaluation mode, and restores the mode of each submodule afterwards."""
+def evaluating(*parts: object) -> Iterator[None]:
+    """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards.
+    A transformers model is no module here: its adapter reads a copy."""
+    modules = [model for model in models_of(*parts) if isinstance(model, nn.Module)]
     training = [module for own in modules for module in own.modules() if module.training]
     try:
         try:

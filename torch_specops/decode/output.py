@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from reprlib import Repr
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GenerationOutput",
-    "GenerationStats",
-    "RecordReader",
-    "Step",
-    "Streamer",
-    "TopLogprobs",
-    "shortened",
-    "streamer_calls",
-]
+from .planning import PlannedStep
 
 # What a `repr` shows may have an entry for each row of a batch, which may have hundreds.
 _SHORT = Repr()
@@ -141,10 +132,9 @@ class GenerationStats:
             self.num_tokens += new
             self.num_accepted += accepted
             self.num_proposed += proposed
-            if proposed > len(self.proposed_at):
-                new_positions = [0] * (proposed - len(self.proposed_at))
-                self.proposed_at += new_positions
-                self.accepted_at += new_positions
+            new_positions = [0] * (proposed - len(self.proposed_at))
+            self.proposed_at += new_positions
+            self.accepted_at += new_positions
             for position in range(proposed):
                 self.proposed_at[position] += 1
                 self.accepted_at[position] += position < accepted
@@ -224,11 +214,8 @@ class GenerationOutput:
         return texts
 
 
-Note = TypeVar("Note")
-
-
-class RecordReader(Generic[Note]):
-    """Copies the records of steps to the host, each with a note by the caller.
+class RecordReader:
+    """Copies the records of steps to the host, each with its plan.
 
     On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
     while the host looks at the last.
@@ -236,27 +223,27 @@ class RecordReader(Generic[Note]):
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._queue: list[tuple[Tensor, Note, torch.cuda.Event | None]] = []
+        self._queue: list[tuple[Tensor, PlannedStep, torch.cuda.Event | None]] = []
 
-    def push(self, record: Tensor, note: Note) -> None:
+    def push(self, record: Tensor, planned: PlannedStep) -> None:
         if not self._is_cuda:
-            self._queue.append((record, note, None))
+            self._queue.append((record, planned, None))
             return
         pinned = torch.empty(record.shape, dtype=record.dtype, device="cpu", pin_memory=True)
         pinned.copy_(record, non_blocking=True)
         event = torch.cuda.Event()
         # The copy is on the stream of the record's device, which need not be the current device.
         event.record(torch.cuda.current_stream(record.device))
-        self._queue.append((pinned, note, event))
+        self._queue.append((pinned, planned, event))
 
-    def pop(self, early: bool = False) -> tuple[Tensor, Note] | None:
-        """The oldest record and its note; None if there is none or, unless `early`, if it is too early to read them."""
+    def pop(self, early: bool = False) -> tuple[Tensor, PlannedStep] | None:
+        """The oldest record and its plan; None if there is none or, unless `early`, if it is too early to read them."""
         if len(self._queue) < (2 if self._is_cuda and not early else 1):
             return None
-        record, note, event = self._queue.pop(0)
+        record, planned, event = self._queue.pop(0)
         if event is not None:
             event.synchronize()
-        return record, note
+        return record, planned
 
 
 # Called with every step; or an object with `put(tokens)` and `end()`, like transformers' streamers.

@@ -11,8 +11,6 @@ from ..drafts import Draft, DraftSource
 from ..schedules import NextStep, PastStep, Schedule
 from .rows import Row
 
-__all__ = ["PlannedStep", "Planner"]
-
 
 @dataclass
 class PlannedStep:

@@ -22,8 +22,6 @@ from .inputs import Prompts, Seed, as_prompt, read_prompts
 from .keywords import check_keywords
 from .output import TopLogprobs, shortened
 
-__all__ = ["Completion", "Handle", "Request", "largest", "read_request"]
-
 
 @dataclass(eq=False, repr=False)
 class Request:
@@ -45,9 +43,8 @@ class Request:
     Examples:
         >>> import transformers, torch_specops
         >>> from torch_specops import Request, SamplingParams
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> decoder = torch_specops.SpeculativeDecoder(transformers.GPT2LMHeadModel(config).eval())
         >>> greedy = SamplingParams(temperature=0.0)
         >>> requests = [Request([5, 6], 9, seed=1), Request([7], 2, greedy), Request([8, 9], 3, greedy)]
         >>> for completion in decoder.generate_many(requests, batch_size=2):
@@ -139,24 +136,14 @@ class Handle:
 
     Examples:
         >>> import transformers, torch_specops
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> decoder = torch_specops.SpeculativeDecoder(transformers.GPT2LMHeadModel(config).eval())
         >>> session = decoder.session(batch_size=2, max_length=32)
         >>> handle = session.submit(torch_specops.Request([5, 6, 7], max_new_tokens=8))
         >>> while not handle.done:
         ...     _ = session.step()
         >>> len(handle.result().new_tokens)
         8
-        >>> import asyncio, threading
-        >>> async def both():
-        ...     first, second = (session.submit(torch_specops.Request([5, 6], max_new_tokens=n)) for n in (3, 4))
-        ...     return [token async for token in first], await second
-        >>> threading.Thread(target=session.run).start()
-        >>> tokens, completion = asyncio.run(both())
-        >>> len(tokens), len(completion.new_tokens)
-        (3, 4)
-        >>> session.close()
     """
 
     def __init__(

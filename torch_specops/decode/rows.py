@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..grammars import Grammar
 
-__all__ = ["BatchRule", "BatchRules", "Row", "RowRule", "ask_row_rules"]
-
 # From texts (prompt and new tokens) to whether each ends with its newest token. Texts are judged independently.
 RowRule = Callable[[list[list[int]]], list[bool]]
 # From all rows [B, P + n], with equally many new tokens, to which of them end with the newest token [B], or whether all

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
 from .state import ROOM
 
-__all__ = ["Session", "completions_of"]
-
 
 class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
@@ -40,9 +39,8 @@ class Session:
     Examples:
         >>> import threading, transformers, torch_specops
         >>> from torch_specops import Request, SamplingParams
-        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        ...     num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
-        >>> decoder = torch_specops.SpeculativeDecoder(transformers.LlamaForCausalLM(config).eval())
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> decoder = torch_specops.SpeculativeDecoder(transformers.GPT2LMHeadModel(config).eval())
         >>> with decoder.session(batch_size=4, max_length=32) as session:
         ...     threading.Thread(target=session.run).start()
         ...     handle = session.submit(Request([5, 6, 7], 8, SamplingParams(temperature=0.0)))
@@ -386,16 +384,14 @@ def completions_of(
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
         bar = tqdm(total=len(requests) if isinstance(requests, Collection) else None, unit=" requests")
-    remaining, is_open = iter(requests), True
+    remaining = iter(requests)
     with session, bar:
-        while is_open or not session.is_idle:
-            while is_open and session.num_free > 0:
-                try:
-                    request = next(remaining)
-                except StopIteration:
-                    is_open = False
-                else:
-                    session.submit(request)
+        while True:
+            for request in islice(remaining, max(session.num_free, 0)):
+                session.submit(request)
+            # All rows are free, and nothing came.
+            if session.is_idle:
+                return
             for completion in session.step():
                 if progress:
                     bar.set_postfix_str(f"{session.stats.tokens_per_second:.1f} tokens/s", refresh=False)

@@ -15,8 +15,6 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
 
-__all__ = ["ROOM", "DecodeState", "Texts", "copy_state", "moved", "shape_of", "shapes_of", "tensors_of"]
-
 # [B, W] or [B, W, N], which grow along W: the value of a slot without a token.
 PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
 # [B], of the state itself.

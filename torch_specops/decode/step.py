@@ -24,18 +24,6 @@ from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
 from .state import DecodeState
 
-__all__ = [
-    "Choose",
-    "Masks",
-    "StepPlan",
-    "Verifier",
-    "checked_drafts",
-    "propose",
-    "speculative_step",
-    "unpack_record",
-    "verify_and_commit",
-]
-
 # From a step's drafts, and how many each row has [B], to how many of each row to verify.
 Choose = Callable[[Draft, Tensor], list[int]]
 # From a step's drafts to those to verify, and the bitmask of `verify_and_commit`.
@@ -165,8 +153,7 @@ def speculative_step(
 
 def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, vocab_size: int) -> Draft:
     """Up to K drafts for each row, checked if the source is a user's."""
-    text = (state.tokens, state.lengths)
-    return proposal_of(draft, *text, num_draft_tokens, state.sampling, state.seeds, vocab_size)
+    return proposal_of(draft, state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds, vocab_size)
 
 
 def verify_and_commit(

@@ -13,22 +13,6 @@ from torch import Tensor, nn
 from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
 
-__all__ = [
-    "AnyDraft",
-    "Draft",
-    "DraftSource",
-    "FeatureModel",
-    "LanguageModel",
-    "as_language_model",
-    "feature_model",
-    "proposal_of",
-    "readable_lengths",
-    "refuse_class",
-    "replace_inputs",
-    "stacked",
-    "static_tensors_of",
-]
-
 
 @dataclass(frozen=True)
 class Draft:
@@ -196,7 +180,7 @@ def proposal_of(
     if source is None or num_draft_tokens == 0:
         return Draft(tokens[:, :0])
     arguments = tokens, readable_lengths(source, tokens, lengths), num_draft_tokens, sampling, seeds
-    draft = _checked_proposal(source, *arguments, vocab_size) if source.is_checked else source.propose(*arguments)
+    draft = _checked_proposal(source, vocab_size, *arguments) if source.is_checked else source.propose(*arguments)
     limit = _limit_within(source, tokens)
     if limit is None:
         return draft
@@ -205,18 +189,12 @@ def proposal_of(
 
 
 def _checked_proposal(
-    source: DraftSource,
-    tokens: Tensor,
-    lengths: Tensor,
-    num_draft_tokens: int,
-    sampling: SamplingTensors,
-    seeds: Tensor,
-    vocab_size: int,
+    source: DraftSource, vocab_size: int, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any
 ) -> Draft:
     """The proposal of a user's class, checked: an error would otherwise show far from its cause, or as wrong text.
     Writing into the text is an error in eager steps on a CPU, where looking costs nothing."""
     text, ends, name = tokens.clone(), lengths.clone(), f"{type(source).__name__}.propose"
-    draft = source.propose(text, ends, num_draft_tokens, sampling, seeds)
+    draft = source.propose(text, ends, num_draft_tokens, *others)
     if not isinstance(draft, Draft):
         raise TypeError(f"draft: expected a Draft from {name}, got {type(draft)}")
     if not isinstance(draft.tokens, Tensor) or draft.tokens.dtype not in (torch.int64, torch.int32):
@@ -299,7 +277,6 @@ class LanguageModel(Protocol):
     @property
     def max_length(self) -> int | None:
         """The longest sequence the model can read; None = no limit known."""
-        ...
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Make room for `batch` sequences of `capacity` tokens and forget what was read before.
@@ -308,7 +285,6 @@ class LanguageModel(Protocol):
             inputs: what the model reads besides the tokens, by name: the input of an encoder, or images (`ImageModel`
                 in drafts/images.py).
         """
-        ...
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
         """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V] in float32, bfloat16 or
@@ -317,7 +293,6 @@ class LanguageModel(Protocol):
         A token attends to what was last written at the positions up to its own: to roll back, read at an earlier
         position again. A position may occur twice in one call only with the same token.
         """
-        ...
 
 
 class FeatureModel(LanguageModel, Protocol):
@@ -329,36 +304,29 @@ class FeatureModel(LanguageModel, Protocol):
     @property
     def hidden_size(self) -> int:
         """H, the width of a hidden state."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the hidden states."""
-        ...
 
     def keep_features(self, layers: Sequence[int]) -> None:
         """From the next `start` on, keep the inputs of these layers, and for `num_layers` the input of the head; () =
         none. Called before every `start`."""
-        ...
 
     @property
     def features(self) -> Tensor:
         """[B, capacity, len(layers) * H], the layers side by side: slot j has the feature of the token that was last
         read at position j. The tensor stays the same as long as batch and capacity do."""
-        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The model's own embeddings [B, n, H] of tokens [B, n]."""
-        ...
 
     @property
     def embeddings(self) -> Tensor:
         """[V, H], their weights, before any scale or norm. DFlash alone needs these and `head`."""
-        ...
 
     def head(self, hidden: Tensor) -> Tensor:
         """The head alone: logits [B, n, V] in the dtype of `forward`, from what it reads [B, n, H]."""
-        ...
 
 
 # The kinds of draft that a loop accepts.
@@ -407,12 +375,6 @@ def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
             f"without {', '.join(missing)}"
         )
     return cast(FeatureModel, target)
-
-
-def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:
-    """Let a model read other inputs [1, ...] for a row, if it reads something besides the tokens."""
-    if hasattr(model, "replace_inputs"):
-        model.replace_inputs(row, inputs)
 
 
 def static_tensors_of(*parts: object) -> list[Tensor] | None:

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_floating", "checkpoint_folder", "filled", "open_weights", "read_json"]
-
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -45,10 +43,9 @@ def read_json(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"draft: expected config.json in {folder}, found none")
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"draft: cannot read {path} as JSON: {error}") from error
-    return content
 
 
 def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:

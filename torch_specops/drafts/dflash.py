@@ -12,8 +12,6 @@ from .dflash_head import DFlashHead, read_drafter
 from .feature import PublishedDraft, check_target
 from .layers import Attention
 
-__all__ = ["DFlash"]
-
 
 class DFlash(PublishedDraft):
     """Drafts a block in one forward of a small network that reads the hidden states of the target.
@@ -80,7 +78,6 @@ class DFlash(PublishedDraft):
 
     def _logits(self, tokens: Tensor, ends: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
         """The logits [B, K, V] of the first places of the block, after the features at positions [B, n] are read."""
-        assert self._target is not None
         config, target = self.head.config, self._target
         self._read_text(tokens, ends, positions)
         block = F.pad(tokens.gather(1, ends - 1), (0, config.block_size - 1), value=config.mask_token_id)

@@ -30,8 +30,6 @@ from .layers import (
     size_of,
 )
 
-__all__ = ["DFlashConfig", "DFlashHead", "read_drafter", "read_drafter_config"]
-
 MUSE = "muse_glimmer_assistant"
 MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}

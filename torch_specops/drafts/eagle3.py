@@ -13,8 +13,6 @@ from .eagle3_head import Eagle3Head
 from .feature import PublishedDraft, check_target
 from .model import SequentialDraft
 
-__all__ = ["Eagle3"]
-
 
 class Eagle3(PublishedDraft, SequentialDraft):
     """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
@@ -66,7 +64,7 @@ class Eagle3(PublishedDraft, SequentialDraft):
         self.feature_layers = layers
         super().bind(target)
 
-    def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         return tokens, self._new_positions(lengths)
 
     def _forward(
@@ -88,7 +86,6 @@ class Eagle3(PublishedDraft, SequentialDraft):
 
     def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
-        assert self._target is not None
         window = None if self.head.config.window is None else Window(self.head.config.window)
         attention = self._attention(self._caches[0], spans_of(positions, window), positions, rows)
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens

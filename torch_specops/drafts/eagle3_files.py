@@ -23,8 +23,6 @@ from .checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
 from .layers import check_known, layer_ids, layer_sizes, rope_frequencies, size_of
 
-__all__ = ["read_config", "read_head"]
-
 # Weights of the target, for training alone, and the inverse of d2t.
 NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from .layers import Attention, DecoderLayer, LayerConfig, Norm, rope_frequencies, rotation
 
-__all__ = ["Eagle3Config", "Eagle3Head"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):

@@ -10,8 +10,6 @@ from .. import checks
 from .base import LanguageModel
 from .model import ModelDraft
 
-__all__ = ["EarlyExit"]
-
 
 class EarlyExit(ModelDraft):
     """Drafts with the first layers of the target, its final norm and its head; no weight is copied.

@@ -17,8 +17,6 @@ from .base import FeatureModel, LanguageModel, as_language_model, feature_model
 from .layers import Attention
 from .model import SampledDraft
 
-__all__ = ["FeatureDraft", "PublishedDraft", "check_target"]
-
 Own = TypeVar("Own", bound="PublishedDraft")
 
 
@@ -48,25 +46,24 @@ class FeatureDraft(SampledDraft):
     # How many positions a step reads again, besides those that are new.
     num_reread = 0
     head: Any
+    _target: FeatureModel
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
-        self._target: FeatureModel | None = None
         # The keys and values of the network's layers, once there are any.
         self._caches: Sequence[RaggedKeyValues] = ()
-        # The number of positions that each row had read at the last look. Only steps on a CPU look.
-        self._num_read: Tensor | None = None
+        # [B] the positions that each row had read at the last look. Only steps on a CPU look.
+        self._num_read = torch.zeros(0, dtype=torch.int64)
         self._most_drafts = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A decoder binds its draft anew.
-        return vars(self) | {"_target": None}
+        return {name: value for name, value in vars(self).items() if name != "_target"}
 
     @property
     def _weight(self) -> Tensor:
-        weight: Tensor = next(self.head.parameters())
-        return weight
+        return next(self.head.parameters())
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -84,7 +81,6 @@ class FeatureDraft(SampledDraft):
         self.restart(tokens, lengths, torch.arange(tokens.shape[0], device=tokens.device))
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        assert self._num_read is not None
         tokens, ends = tokens[rows], lengths[rows].unsqueeze(1)
         width = max(int(ends.max()) - 2, 0)
         if width > 0:
@@ -113,7 +109,6 @@ class FeatureDraft(SampledDraft):
         # A step may have fewer drafts than the step before.
         count = num_steps + self._most_drafts + 1
         if self._is_eager_cpu(lengths):
-            assert self._num_read is not None
             count = max(int((lengths - 1 - self._num_read).max()), 1)
             self._num_read = lengths - 1
         index = torch.arange(-count - self.num_reread, 0, device=lengths.device)
@@ -122,7 +117,6 @@ class FeatureDraft(SampledDraft):
     def _features(self, ends: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
         """[A, n, F * H] at positions [A, n] of the rows `rows` [A], None = all, whose texts are `ends` [A, 1] long. The
         target may not have read a text of one token: zeros."""
-        assert self._target is not None
         rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         features = self._target.features[rows.unsqueeze(1), positions].to(self._weight.dtype)
         return torch.where(ends.unsqueeze(2) > 1, features, 0.0)

@@ -17,8 +17,6 @@ from .base import AnyDraft, Draft, LanguageModel, proposal_of, readable_lengths,
 from .lookup import PromptLookup
 from .model import ModelDraft, as_draft_source
 
-__all__ = ["HierarchicalDraft"]
-
 
 class HierarchicalDraft(ModelDraft):
     """Drafts with a model whose tokens are themselves drafted and verified (Leviathan et al. 2023, section 6).

@@ -11,20 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    "Attention",
-    "DecoderLayer",
-    "LayerConfig",
-    "Norm",
-    "check_known",
-    "layer_ids",
-    "layer_sizes",
-    "number_of",
-    "rope_frequencies",
-    "rotation",
-    "size_of",
-]
-
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),

@@ -15,8 +15,6 @@ from ..ops.tracing import is_eager_cpu, normal_tensors
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
-__all__ = ["PromptLookup", "SuffixLookup"]
-
 # `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
 # NUM_TOKENS tokens.
 NUM_PLACES, NUM_TOKENS = 32, 3

@@ -21,14 +21,11 @@ from .base import (
     LanguageModel,
     as_language_model,
     refuse_class,
-    replace_inputs,
     stacked,
     static_tensors_of,
 )
 from .images import reads_images
 from .ragged import expect_tokens, read_beginnings, read_texts
-
-__all__ = ["ModelDraft", "SampledDraft", "SequentialDraft", "as_draft_source"]
 
 
 class SampledDraft(DraftSource):
@@ -58,8 +55,7 @@ class SampledDraft(DraftSource):
         if is_eager_cpu(temperature) and not bool((temperature > 0).any()):
             return torch.zeros(num_draft_tokens, seeds.shape[0], dtype=torch.float32, device=seeds.device).unbind()
         draws = self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
-        numbers: Sequence[Tensor] = draws.t().contiguous().unbind()
-        return numbers
+        return draws.t().contiguous().unbind()
 
 
 class SequentialDraft(SampledDraft):
@@ -73,7 +69,7 @@ class SequentialDraft(SampledDraft):
         their logsumexp [B, K]."""
         numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
         text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
-        tokens, positions = self._unread(tokens, lengths, num_draft_tokens)
+        tokens, positions = self._unread(tokens, lengths)
         ends, output = lengths.unsqueeze(1), None
         drawn = []
         for index, own in enumerate(numbers):
@@ -103,7 +99,7 @@ class SequentialDraft(SampledDraft):
         return *sampling.draw(logits, numbers, text, ends), output
 
     @abstractmethod
-    def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens and positions of the forward for the first draft; the newest token comes last."""
 
     @abstractmethod
@@ -170,8 +166,8 @@ class ModelDraft(SequentialDraft):
         self._begun[rows] = (lengths[rows].unsqueeze(1) - 2).clamp(min=0)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        if self._takes_inputs:
-            replace_inputs(self.model, row, inputs)
+        if self._takes_inputs and hasattr(self.model, "replace_inputs"):
+            self.model.replace_inputs(row, inputs)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.
@@ -188,7 +184,7 @@ class ModelDraft(SequentialDraft):
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
 
-    def _unread(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         # In a text of one token, that token is read twice at the same position.
         positions = self._inside(torch.stack([lengths - 2, lengths - 1], 1))
         return tokens.gather(1, positions), positions

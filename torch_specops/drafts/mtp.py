@@ -14,8 +14,6 @@ from ..sampling import SamplingTensors
 from .base import Draft, LanguageModel, as_language_model, feature_model, stacked
 from .feature import FeatureDraft, check_target
 
-__all__ = ["MTP"]
-
 # The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
 read_head: Callable[..., Any] | None = None
 
@@ -126,7 +124,6 @@ class MTP(FeatureDraft):
         the draft."""
         last = len(self.head.layers) - 1
         raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
-        assert self._target is not None
         logits = self._target.head(hidden[:, -1:].to(self._target.dtype))
         token, *rest = sampling.draw(logits, numbers, text, ends)
         # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
@@ -147,7 +144,4 @@ class MTP(FeatureDraft):
             hidden = self._features(ends, positions, rows)
         following = tokens.gather(1, torch.minimum(positions + layer + 1, ends - 1))
         width = self._width(positions, self._cache.capacity)
-        read: tuple[Tensor, Tensor] = self.head.read(
-            self._target, self._cache, layer, hidden, following, positions, width, rows
-        )
-        return read
+        return self.head.read(self._target, self._cache, layer, hidden, following, positions, width, rows)

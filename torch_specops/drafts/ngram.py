@@ -13,8 +13,6 @@ from ..ops.uniforms import uniforms
 from ..sampling import SamplingTensors
 from .base import Draft, DraftSource, stacked
 
-__all__ = ["NGram"]
-
 
 class NGram(DraftSource):
     """Proposes what followed the last tokens of a sequence in a given text (Leviathan et al. 2023, section 3.6).

@@ -10,8 +10,6 @@ from torch import nn
 
 from .. import checks
 
-__all__ = ["quantised_copy"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

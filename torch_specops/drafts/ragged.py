@@ -12,18 +12,6 @@ from ..ops.tracing import normal_tensors
 from .base import LanguageModel
 from .images import reads_images
 
-__all__ = [
-    "RowReader",
-    "begin_texts",
-    "can_read_rows",
-    "expect_tokens",
-    "groups_by_length",
-    "keeps_states",
-    "read_beginnings",
-    "read_ragged",
-    "read_texts",
-]
-
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32
@@ -42,14 +30,12 @@ class RowReader(LanguageModel, Protocol):
     @property
     def reads_rows(self) -> bool:
         """True = this model can: a class may have the method while some of its models cannot use it."""
-        ...
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
         """`LanguageModel.forward` for the rows `rows` [A] int64 only, each at most once; tokens and positions are
         [A, n]. None = all rows."""
-        ...
 
 
 def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
@@ -70,7 +56,8 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
     """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
     other rows do not change. May wait for the device."""
     begin_texts(model, lengths[rows], rows)
-    if with_images := _read_images(model, tokens, rows.tolist(), num_unread):
+    if reads_images(model):
+        with_images = model.read_images(tokens, rows.tolist(), num_unread)
         rows = rows[[row not in with_images for row in rows.tolist()]]
         if len(rows) == 0:
             return
@@ -91,7 +78,7 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
     tokens of the longest, but at least one token, to allocate a cache; equal prompts once, if it has `copy_rows`. May
     wait for the device."""
     begin_texts(model, lengths)
-    if _read_images(model, tokens, range(len(tokens)), num_unread):
+    if reads_images(model) and model.read_images(tokens, range(len(tokens)), num_unread):
         return
     counts = _counts(model, lengths, num_unread)
     width = max(*counts, 1)
@@ -106,11 +93,6 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
             model.copy_rows(torch.tensor(sources, device=tokens.device), width)
             return
     _read(model, tokens, [max(count, 1) for count in counts], rows, None)
-
-
-def _read_images(model: LanguageModel, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
-    """Let a model read the prompts of these rows that have images; returns their rows."""
-    return model.read_images(tokens, rows, num_unread) if reads_images(model) else []
 
 
 def _counts(model: LanguageModel, lengths: Tensor, num_unread: int) -> list[int]:

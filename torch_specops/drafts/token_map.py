@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from .base import LanguageModel, as_language_model
 
-__all__ = ["TokenMap", "match_vocabularies"]
-
 # Tokens have no part in these.
 PASSED_ON = (
     *("begin_texts", "clear_rows", "copy_rows", "expect", "keeps_states", "not_compiled", "reads_rows"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 from .costs import StepCosts
-
-__all__ = ["Auto"]
 
 # What `Auto` assumes. The chance that the next token is right after a match of n tokens, until WEIGHT drafts of that
 # length were seen, and the factor by which each draft makes those before count less.
@@ -70,7 +69,7 @@ class Auto(Schedule):
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
         # By the number of rows, and whether steps are fixed.
-        self._costs: dict[tuple[int, bool], StepCosts] = {}
+        self._costs: defaultdict[tuple[int, bool], StepCosts] = defaultdict(StepCosts)
         # Drafts that were looked up, by match length and place: the others are planned before they are known.
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
@@ -96,7 +95,7 @@ class Auto(Schedule):
         return counts
 
     def _counts(self, step: NextStep) -> list[int]:
-        texts, costs = step.texts, self._costs_of(step)
+        texts, costs = step.texts, self._costs[step.num_rows, step.is_fixed]
         plain = step.num_rows if step.is_fixed else len(texts)
         rooms, nothing = step.at_most(self.buckets[-1]), [0] * len(texts)
         # Steps without drafts are measured first, and again now and then.
@@ -152,7 +151,8 @@ class Auto(Schedule):
         return counts
 
     def learn(self, step: PastStep) -> None:
-        planned, costs = step.planned, self._costs_of(step.planned)
+        planned = step.planned
+        costs = self._costs[planned.num_rows, planned.is_fixed]
         plain = planned.num_rows if planned.is_fixed else len(planned.texts)
         read = plain * (1 + step.num_draft_tokens) if planned.is_fixed else plain + sum(step.proposed)
         if step.seconds and plain > 0:
@@ -230,9 +230,6 @@ class Auto(Schedule):
 
     def _bucket(self, count: int) -> int:
         return min(bucket for bucket in self.buckets if bucket >= count)
-
-    def _costs_of(self, step: NextStep) -> StepCosts:
-        return self._costs.setdefault((step.num_rows, step.is_fixed), StepCosts())
 
 
 @dataclass

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["NextStep", "PastStep", "Schedule", "buckets_up_to"]
-
 # Each value needs a compiled graph of its own, so there are few, and they are dense where one draft matters most.
 BUCKETS = (1, 2, 3, 5, 8, 12, 20)
 

@@ -6,8 +6,6 @@ import math
 from bisect import bisect_left
 from collections import deque
 
-__all__ = ["StepCosts"]
-
 # Times that are kept for each number of tokens. One that was read once takes at most SURPRISE times what others say.
 NUM_TIMES, SURPRISE = 8, 1.2
 # The fastest of so many newest steps without drafts is the unit.

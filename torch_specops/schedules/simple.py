@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 
-__all__ = ["Constant", "Heuristic"]
-
 
 class Constant(Schedule):
     """The same K in every step.
