@@ -52,16 +52,13 @@ class Grammar(Protocol):
                 or above V mean nothing.
             row: the row to write; all of it is to be written.
         """
-        ...
 
     def accept(self, token: int) -> bool:
         """Advance by a token; False = it may not come next, and the state is unchanged. An eos token may be asked about
         too; nothing is asked after it."""
-        ...
 
     def rollback(self, count: int) -> None:
         """Undo the newest `count` accepted tokens, >= 0."""
-        ...
 
 
 def xgrammar(compiled_grammar: Any) -> Grammar:

@@ -35,7 +35,6 @@ class TreeModel(LanguageModel, Protocol):
                 slots only; slots from S on are visible to no node.
             slot_positions: [B, S] int64, the position of the token that each slot holds.
         """
-        ...
 
 
 @dataclass(frozen=True)
