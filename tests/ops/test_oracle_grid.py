@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import slow
 from op_cases import OPS, VERIFY_OPS, call, call_traced, check, results
 from report import Report
 from torch import Tensor
@@ -36,11 +37,32 @@ DRAWING_OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 LARGE_CASES = "k3 bf16 vocab_sliced greedy_mixed masked opposite one_hot lse hot tie_s_zero"
 
 
+# What one token or several tiles change: sums, draws, maxima, filters. The walk, strides and padding they do not.
+ONE_TOKEN_CASES = (
+    "k3 k0 k0_greedy b0 bf16 fp16_fp32 vocab_sliced pad_ragged target_nan draft_nan mixed_nonfinite masked_token "
+    "overflow greedy_mixed bad_temperature hot_overflow tie_u_zero tie_below_one uniforms_out_of_range_filters filters "
+    "filters_temperature filters_nonfinite filters_without_law target_filters_lse one_hot one_hot_nonfinite lse "
+    "lse_wrong lenience_0.3 argmax_lenience_mixed scale_1e3 far_below"
+)
+TILED_CASES = (
+    "k3 k8 fp16_fp32 transposed vocab_sliced_bf16 target_inf mixed_nonfinite masked_token overflow overflow_fp16 "
+    "greedy_mixed greedy_plateaus cold hot_overflow bad_temperature opposite plateaus exact_residual_below_least "
+    "tie_s_zero tie_below_one uniforms_out_of_range_masked uniforms_out_of_range_filters tie_same top_k top_p min_p "
+    "filters_plateaus filters_zero_maxima filters_masked filters_nonfinite filters_opposite filters_lse "
+    "target_filters_plateaus one_hot_nonfinite lse_nonfinite lse_wrong_same lenience_lse argmax_lenience_plateaus "
+    "argmax_lenience_nonfinite scale_narrow scale_largest scale_1e4_far"
+)
+
+
 # One token, an odd number below a tile of any backend, and several tiles with a rest.
-@pytest.mark.parametrize("vocab_size", [1, 17, 1025])
+@pytest.mark.parametrize(
+    "vocab_size, names",
+    [(1, ONE_TOKEN_CASES), (17, None), (1025, TILED_CASES), slow(1, None), slow(1025, None)],
+    ids=["1", "17", "1025", "all of 1", "all of 1025"],
+)
 @pytest.mark.parametrize("op", OPS)
-def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
-    check(results(sample_inputs(op, vocab_sizes=[vocab_size])), report)
+def test_op_equals_oracle(op: str, vocab_size: int, names: str | None, report: Report) -> None:
+    check(results(sample_inputs(op, vocab_sizes=[vocab_size], names=names and names.split())), report)
 
 
 @pytest.mark.parametrize("op", DRAWING_OPS)
