@@ -41,12 +41,6 @@ FEW_FILTERS = (
     "filters_strided,filters_nonfinite,min_p,tie_top_p_met"
 )
 FEW_VERIFY = FEW + ",pad_ragged,exact_u_is_p_over_q,tie_u_zero,masked_token,uniforms_out_of_range_masked"
-# Greedy rows and rows of two dtypes, read by the kernels of verify_exact, are left to it.
-FEW_BLOCK = (
-    "three rows of vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,tie_s_zero,pad_ragged,exact_u_is_p_over_q,tie_u_zero,"
-    "uniforms_out_of_range_masked,k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,"
-    "target_filters_temperature"
-)
 FEW_GUMBEL = (
     "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,"
     "k0,k8,hot_overflow,cold,filters_temperature"
@@ -60,7 +54,12 @@ QUICK_RUNS = [
         32,
         (45,),
     ),
-    ("verify_block", FEW_BLOCK, 32, (45,)),
+    (
+        "verify_block",
+        FEW_VERIFY + ",k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
+        32,
+        (45,),
+    ),
     ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
     ("verify_gumbel", FEW_GUMBEL, 32, (67,)),
     ("sample", FEW + ",filters_temperature", 32, (67,)),
