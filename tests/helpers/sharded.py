@@ -34,7 +34,9 @@ Result = tuple[Tensor, Tensor]
 @functools.cache
 def ranks() -> list[Connection]:
     """Connections to the processes of one group, which end with the tests."""
-    context, folder = multiprocessing.get_context("spawn"), tempfile.mkdtemp()
+    context, folder = multiprocessing.get_context("forkserver"), tempfile.mkdtemp()
+    # One process imports what they all need, which takes longer than most tests.
+    context.set_forkserver_preload(["test_vocab_parallel", "torch._dynamo"])
     connections = []
     for rank in range(NUM_RANKS):
         own, other = context.Pipe()
@@ -45,12 +47,13 @@ def ranks() -> list[Connection]:
 
 def in_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function of a test module returns in each of four processes, which are started once."""
+    call = packed((function.__module__, function.__name__, args))
     for connection in ranks():
-        connection.send((function.__module__, function.__name__, args))
+        connection.send_bytes(call)
     answers = []
     for rank, connection in enumerate(ranks()):
         assert connection.poll(TIMEOUT), f"rank {rank} does not answer"
-        answers.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
+        answers.append(unpacked(connection.recv_bytes()))
     errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error is not None]
     assert not errors, "\n".join(errors)
     return [result for _, result in answers]
@@ -67,15 +70,24 @@ def serve(rank: int, store: str, connection: Connection) -> None:
     global pair
     pair = dist.new_group(list(PAIR))
     while True:
-        module, name, args = connection.recv()
+        module, name, args = unpacked(connection.recv_bytes())
         error = result = None
         try:
             result = getattr(importlib.import_module(module), name)(*args)
         except Exception:
             error = traceback.format_exc()
-        stream = io.BytesIO()
-        torch.save((error, result), stream)
-        connection.send_bytes(stream.getvalue())
+        connection.send_bytes(packed((error, result)))
+
+
+def packed(values: Any) -> bytes:
+    """Tensors keep their strides and offsets."""
+    stream = io.BytesIO()
+    torch.save(values, stream)
+    return stream.getvalue()
+
+
+def unpacked(values: bytes) -> Any:
+    return torch.load(io.BytesIO(values), weights_only=False)
 
 
 @dataclass(frozen=True)
@@ -103,12 +115,11 @@ class Split:
         return chunks[rank] if rank < len(chunks) else logits[..., :0]
 
 
-def run_cases(make_cases: Callable[[int], list[Case]], split: Split) -> list[tuple[Tensor, ...]] | None:
-    """Results of the cases of a vocabulary, on a rank of the split's group."""
+def run_cases(cases: list[Case], split: Split) -> list[tuple[Tensor, ...]] | None:
+    """Results of the cases, on a rank of the split's group."""
     group = split.group()
     if group is None:
         return None
-    cases = make_cases(split.vocab_size)
     with poison_memory():
         return [getattr(vocab_parallel, case.op)(**split.cut(case.args, group)) for case in cases]
 

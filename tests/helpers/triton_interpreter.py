@@ -54,13 +54,32 @@ def making_shapes_once(make: Callable[..., None]) -> Callable[..., None]:
     known: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def made(self: tl.tensor, handle: Any, type: Any) -> None:
-        sizes = type.shape if type.is_block() else ()
+        sizes = tuple(type.shape) if type.is_block() else ()
         if sizes not in known:
             make(self, handle, type)
             known[sizes] = dict(vars(self))
         vars(self).update(known[sizes], handle=handle, type=type, dtype=type.scalar)
 
     return made
+
+
+def describing_blocks_once(make: Callable[..., None]) -> Callable[..., None]:
+    """What makes the type of a block, with the sizes and the name that the first type like it got."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def made(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        like = (element_ty.name, *shape)
+        if like not in known:
+            make(self, element_ty, shape)
+            known[like] = dict(vars(self))
+        vars(self).update(known[like], element_ty=element_ty)
+
+    return made
+
+
+def equal_sizes(self: tl.tuple, other: Any) -> tl.constexpr:
+    """What `tl.tuple` says, which makes another of both first."""
+    return tl.constexpr(self is other or self.values == list(other))
 
 
 def prepare() -> None:
@@ -78,6 +97,8 @@ def prepare() -> None:
     interpreter._get_np_dtype = remembering(interpreter._get_np_dtype)
     # It would make a tuple of the sizes of every tensor, and look for the types of these.
     tl.tensor.__init__ = making_shapes_once(tl.tensor.__init__)
+    tl.block_type.__init__ = describing_blocks_once(tl.block_type.__init__)
+    tl.tuple.__eq__ = equal_sizes
     run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def run_quietly(*args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
+from marks import slow
 from op_cases import FILTERS, check, op_arguments, results
 from report import Report
 from torch import Tensor
@@ -136,8 +137,14 @@ def test_long_rows_equal_the_oracle(report: Report) -> None:
     check(results(sample_inputs("filter_logits", vocab_sizes=[2049, 5000], names=FILTERED)), report)
 
 
-@pytest.mark.parametrize("head", [1, 3, 256])
-@pytest.mark.parametrize("op", ["filter_logits", "verify_block"])
+@pytest.mark.parametrize(
+    "op, head",
+    [
+        *(("filter_logits", head) for head in (1, 3, 256)),
+        ("verify_block", 3),
+        *(slow("verify_block", h) for h in (1, 256)),
+    ],
+)
 def test_the_search_in_long_rows(op: str, head: int, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows searched as long ones are, from fewer of their largest logits than the mass needs."""
     monkeypatch.setattr(dense_filters, "SHORT_ROW", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +20,10 @@ OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 NUM_CASES = 60
 
 
-def mixed_inputs(op: str) -> Iterator[Case]:
+@functools.cache
+def mixed_inputs(op: str) -> list[Case]:
     """Calls with the options of three cases each, on few tokens."""
+    cases = []
     for number in range(NUM_CASES):
         choice = random.Random(f"{op} {number}")
         # With other options nothing is exact.
@@ -31,7 +34,9 @@ def mixed_inputs(op: str) -> Iterator[Case]:
             options.pop("lse", None)
         vocab_size = choice.choice((1, 2, 3, 7, 33))
         generator = torch.Generator().manual_seed(number)
-        yield Case(f"{'+'.join(names)}-V{vocab_size}", op, arguments_of(op, generator, vocab_size, options))
+        name = f"{'+'.join(names)}-V{vocab_size}"
+        cases.append(Case(name, op, arguments_of(op, generator, vocab_size, options)))
+    return cases
 
 
 def calls() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,6 +5,7 @@ The dense ops have two forms, which must give the same: eager calls, which may l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import slow
 from op_cases import OPS, VERIFY_OPS, call, call_traced, check, results
 from report import Report
 from torch import Tensor
@@ -36,11 +38,45 @@ DRAWING_OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 LARGE_CASES = "k3 bf16 vocab_sliced greedy_mixed masked opposite one_hot lse hot tie_s_zero"
 
 
-# One token, an odd number below a tile of any backend, and several tiles with a rest.
-@pytest.mark.parametrize("vocab_size", [1, 17, 1025])
+@functools.cache
+def small_cases(op: str) -> list[Case]:
+    """Made once: no op changes its arguments, says `test_invariants.py`."""
+    return list(sample_inputs(op, vocab_sizes=[17]))
+
+
+# What one token or several tiles change: sums, draws, maxima, filters. The walk, strides and padding they do not.
+ONE_TOKEN_CASES = (
+    "k3 k0 k0_greedy b0 bf16 fp16_fp32 vocab_sliced pad_ragged target_nan draft_nan mixed_nonfinite masked_token "
+    "overflow greedy_mixed bad_temperature hot_overflow tie_u_zero tie_below_one uniforms_out_of_range_filters filters "
+    "filters_temperature filters_nonfinite filters_without_law target_filters_lse one_hot one_hot_nonfinite lse "
+    "lse_wrong lenience_0.3 argmax_lenience_mixed scale_1e3 far_below"
+)
+TILED_CASES = (
+    "k3 k8 fp16_fp32 transposed vocab_sliced_bf16 target_inf mixed_nonfinite masked_token overflow overflow_fp16 "
+    "greedy_mixed greedy_plateaus cold hot_overflow bad_temperature opposite plateaus exact_residual_below_least "
+    "tie_s_zero tie_below_one uniforms_out_of_range_masked uniforms_out_of_range_filters tie_same top_k top_p min_p "
+    "filters_plateaus filters_zero_maxima filters_masked filters_nonfinite filters_opposite filters_lse "
+    "target_filters_plateaus one_hot_nonfinite lse_nonfinite lse_wrong_same lenience_lse argmax_lenience_plateaus "
+    "argmax_lenience_nonfinite scale_narrow scale_largest scale_1e4_far"
+)
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_op_equals_oracle(op: str, vocab_size: int, report: Report) -> None:
-    check(results(sample_inputs(op, vocab_sizes=[vocab_size])), report)
+def test_op_equals_oracle(op: str, report: Report) -> None:
+    """An odd number of tokens below a tile of any backend."""
+    check(results(small_cases(op)), report)
+
+
+@pytest.mark.parametrize(
+    "vocab_size, names",
+    [(1, ONE_TOKEN_CASES), (1025, TILED_CASES), slow(1, None), slow(1025, None)],
+    ids=["1", "1025", "all of 1", "all of 1025"],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_op_equals_oracle_on_one_token_and_on_tiles(
+    op: str, vocab_size: int, names: str | None, report: Report
+) -> None:
+    check(results(sample_inputs(op, vocab_sizes=[vocab_size], names=names and names.split())), report)
 
 
 @pytest.mark.parametrize("op", DRAWING_OPS)
@@ -52,7 +88,7 @@ def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None
 
 def test_rows_that_are_read_one_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a large vocabulary are in an eager call, and by the filters."""
-    cases = list(sample_inputs("verify_exact", vocab_sizes=[17]))
+    cases = small_cases("verify_exact")
     together = [torch_specops.verify_exact(**case.args) for case in cases]
     monkeypatch.setattr(eager_rows, "CACHED_LOGITS", 1)
     monkeypatch.setattr(filters, "SHORT_ROW", 0)
@@ -80,7 +116,7 @@ def test_eager_probabilities_of_every_size() -> None:
 
 @pytest.mark.parametrize("op", DRAWING_OPS)
 def test_cases_are_what_their_names_say(op: str) -> None:
-    cases = {case.name.rsplit("-", 1)[0]: case.args for case in sample_inputs(op, vocab_sizes=[17])}
+    cases = {case.name.rsplit("-", 1)[0]: case.args for case in small_cases(op)}
     logits = "target_logits" if op in VERIFY_OPS else "logits"
     assert {args[logits].dtype for args in cases.values()} == {torch.float32, torch.bfloat16, torch.float16}
     assert not cases["batch_sliced"][logits].is_contiguous() and cases["transposed"][logits].stride(-1) != 1
@@ -96,7 +132,7 @@ def test_cases_are_what_their_names_say(op: str) -> None:
 def test_cases_reach_every_length_of_the_walk(op: str) -> None:
     """Acceptances of every length 0..K, drafts that are padding, and rejections in rows of every kind."""
     lengths = set()
-    for case in sample_inputs(op, vocab_sizes=[17]):
+    for case in small_cases(op):
         _, n = getattr(torch_specops, op)(**case.args)
         lengths |= {(case.args["draft_tokens"].shape[1], int(v)) for v in n}
     assert {(k, n) for k in (0, 1, 3, 8) for n in range(k + 1)} <= lengths
@@ -108,6 +144,8 @@ UNIFORM_MISTAKES = "the uniform of row 0; a search off by 1e-3"
 NOISE_MISTAKES = "the seed of row 0; the next position; half a seed; half a position; g / 2; -g"
 VERIFY_MISTAKES = "an unwritten tail; padding in the output; the next token counts"
 EXACT_MISTAKES = "u l q <= p"
+# Enough for all of them: a case costs the oracle twice.
+MISTAKEN_CASES = "k3 k8 long bf16_fp16 pad_head target_nan target_minus_inf greedy hot_overflow tie_s_zero"
 
 
 def mistakes_of(op: str) -> list[str]:
@@ -167,7 +205,7 @@ def oracle_with(mistake: str, op: str, args: dict[str, Any]) -> tuple[Tensor, ..
 def test_wrong_implementation_is_caught(op: str) -> None:
     """The oracle with one mistake."""
     made: list[Case] = []
-    more = sample_inputs(op, vocab_sizes=[17, 600])
+    more = sample_inputs(op, vocab_sizes=[17, 600], names=MISTAKEN_CASES.split())
 
     def cases() -> Iterator[Case]:
         """Made one by one, until one of them shows the mistake, and kept for the next mistake."""
@@ -291,7 +329,7 @@ def test_a_rejection_next_to_1_is_told_from_a_mistake(vocab_size: int) -> None:
 
 def test_wrong_lse_is_caught() -> None:
     """An lse that is off by 2e-5, a hundred times float32's rounding there, or not -inf where no token is."""
-    for case in sample_inputs("sample", vocab_sizes=[17]):
+    for case in small_cases("sample"):
         tokens, lse = reference.sample(**case.args)
         if case.name in ("k3-V17", "bf16-V17"):
             assert compare(case, (tokens, lse + 2e-5)).wrong == list(range(6))
@@ -300,7 +338,7 @@ def test_wrong_lse_is_caught() -> None:
 
 
 def test_wrong_shapes_and_dtypes_are_caught() -> None:
-    case = next(iter(sample_inputs("verify_exact", vocab_sizes=[17])))
+    case = small_cases("verify_exact")[0]
     output, n = reference.verify_exact(**case.args)
     for wrong in ((output[:, :-1], n), (output.int(), n), (output, n.int()), (output,), (output, n, n)):
         with pytest.raises(AssertionError, match="k3-V17: expected"):
