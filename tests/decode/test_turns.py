@@ -14,7 +14,7 @@ from tiny_hybrids import tiny_hybrid
 from tiny_images import expected, images, prompts, vision_model
 from tiny_loops import DRAFTS, GREEDY, new_tokens, streamed
 from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, random_table, shared_tiny, tiny
-from tiny_mtp import TinyMtp
+from tiny_mtp import tiny_mtp
 from tiny_requests import alone, many
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
@@ -34,7 +34,7 @@ CALLS: list[dict[str, Any]] = [
 def decoder(kind: str, **options: Any) -> SpeculativeDecoder:
     settings: dict[str, Any] = {"num_draft_tokens": 3, "schedule": "constant"} | options
     if kind == "mtp":
-        tiny = TinyMtp("qwen3_next", 1)
+        tiny = tiny_mtp("qwen3_next", 1)
         return SpeculativeDecoder(tiny.model, MTP.from_pretrained(tiny.model), **settings)
     if kind == "hybrid":
         target = tiny_hybrid("qwen3_5_text")
