@@ -304,8 +304,9 @@ def test_compiled_code_belongs_to_a_key_and_is_kept(without_inductor: None, monk
         compiled.clear()
         for model, key in zip((target, small), keys, strict=True):
             model.new, model.compile_key = table, key
-        for call in CALLS.values():
-            assert call(decoder) == texts_of(table)
+        # The others have no shapes of their own.
+        for name in ("generate", "session"):
+            assert CALLS[name](decoder) == texts_of(table)
         counts.append(len(compiled))
     assert counts[0] == counts[3] == counts[4] > 3 and counts[1] == counts[2] == counts[5] == 0
 
