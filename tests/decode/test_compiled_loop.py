@@ -11,7 +11,7 @@ import pytest
 import torch
 from marks import slow
 from tiny_loops import DRAFTS
-from tiny_models import FAMILIES, VOCAB, encoder_inputs, shared_tiny, tiny
+from tiny_models import FAMILIES, VOCAB, TracedPairs, encoder_inputs, perturbed, random_table, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -31,10 +31,19 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def decoders(kind: str, num_draft_tokens: int, **options: Any) -> list[SpeculativeDecoder]:
     """An eager and a compiled one."""
     options = {"num_draft_tokens": num_draft_tokens, "schedule": "constant"} | options
-    return [
-        SpeculativeDecoder(tiny("llama", num_hidden_layers=1), DRAFTS[kind]("llama"), compile=compile, **options)
-        for compile in (False, True)
-    ]
+    found = []
+    for compile in (False, True):
+        # One layer is enough.
+        target = tiny("llama", num_hidden_layers=1)
+        draft = perturbed(target) if kind == "perturbed" else DRAFTS[kind]("llama")
+        found.append(SpeculativeDecoder(target, draft, compile=compile, **options))
+    return found
+
+
+def decoders_of_pairs(draft: Any, **options: Any) -> list[SpeculativeDecoder]:
+    """The same, where it does not matter what the target computes."""
+    table = random_table(VOCAB, seed=5)
+    return [SpeculativeDecoder(TracedPairs(table), draft, compile=compile, **options) for compile in (False, True)]
 
 
 def decode(decoder: SpeculativeDecoder, prompts: Tensor = PROMPTS, mask: Tensor = MASK, **options: Any) -> Tensor:
@@ -53,24 +62,18 @@ def still_there(parts: list[weakref.ref[Any]]) -> list[type]:
     return [type(part()) for part in parts if part() is not None]
 
 
-class LooksAtData(torch.nn.Module):
-    """A layer that no compiler can trace in one graph."""
+class LooksAtData(TracedPairs):
+    """No compiler can trace it in one graph."""
 
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, values: Tensor) -> Tensor:
-        if float(values.max()) > 1e9:
-            return values
-        return self.inner(values)
+    def forward(self, *arguments: Any) -> Tensor:
+        values = super().forward(*arguments)
+        return values if float(values.max()) > 1e9 else -values
 
 
 def test_a_compile_error_ends_with_where_and_why() -> None:
-    target = tiny("llama", num_hidden_layers=1)
-    target.model.layers[0].mlp = LooksAtData(target.model.layers[0].mlp)
+    target = LooksAtData(random_table(VOCAB, seed=5))
     decoder = SpeculativeDecoder(target, PromptLookup(), schedule="constant", compile=True)
-    place = r"test_compiled_loop.py:\d+ \(if float\(values.max\(\)\) > 1e9:\)"
+    place = r"test_compiled_loop.py:\d+ \(return values if float\(values.max\(\)\) > 1e9 else -values\)"
     with pytest.raises(RuntimeError, match=rf"^compile: .*{place}: .*\(compile=False runs it eagerly\)$"):
         decode(decoder)
 
@@ -110,7 +113,7 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
 def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
     """The default schedule has two graphs, for no draft and for K. The text repeats a token."""
     sampling = SamplingParams(temperature=0.0, logit_bias={5: 1e4})
-    eager, compiled = decoders("prompt lookup", 6, schedule=None, sampling=sampling)
+    eager, compiled = decoders_of_pairs(PromptLookup(min_ngram=1), num_draft_tokens=6, sampling=sampling)
     for _ in range(2):
         assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
     assert compiled._schedule.buckets == (0, 6)
@@ -144,12 +147,19 @@ IN_SHORT = ("gemma3", "t5")
 )
 @pytest.mark.usefixtures("without_inductor")
 def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
-    # One layer is enough where the draft or the op is what differs.
-    target = shared_tiny(family) if kind == "prompt lookup" else tiny("llama", num_hidden_layers=1)
+    draft: Any = DRAFTS[kind](family)
+    if kind == "prompt lookup":
+        target: Any = shared_tiny(family)
+    elif kind == "perturbed":
+        # One layer is enough where the draft is what differs, and none where the table or the op is.
+        target = tiny("llama", num_hidden_layers=1)
+        draft = perturbed(target)
+    else:
+        target = TracedPairs(random_table(VOCAB, seed=5))
     options = {"num_draft_tokens": 2, "schedule": "constant", "sampling": SAMPLING} | options
     eager, compiled = (
         decode(
-            SpeculativeDecoder(target, DRAFTS[kind](family), compile=compile, one_graph=compile, **options),
+            SpeculativeDecoder(target, draft, compile=compile, one_graph=compile, **options),
             inputs=encoder_inputs(family, slice(2)),
         )
         for compile in (False, True)
@@ -177,7 +187,7 @@ def test_nothing_is_left_of_a_deleted_decoder() -> None:
 @pytest.mark.usefixtures("without_inductor")
 def test_every_shape_has_graphs_of_its_own() -> None:
     """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
-    eager, compiled = decoders("nothing", 1)
+    eager, compiled = decoders_of_pairs(None)
     greedy, filtered = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
     calls = [(1, 9, greedy), (2, 9, greedy), (2, 70, greedy), (2, 9, filtered)]
 

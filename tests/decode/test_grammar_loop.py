@@ -15,7 +15,7 @@ import torch
 from grammar_libraries import EOS, LIBRARIES, TEXTS, compiled
 from tiny_grammars import Allowing, by_turns
 from tiny_loops import DRAFTS, GREEDY, LENGTH, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
-from tiny_models import PROMPTS, padded, raised, shared_tiny, tiny
+from tiny_models import PROMPTS, VOCAB, TracedPairs, padded, raised, random_table, shared_tiny
 from tiny_requests import in_order, texts
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -342,7 +342,7 @@ def test_one_graph_is_refused() -> None:
 
 @pytest.mark.usefixtures("without_inductor")
 def test_batches_without_grammars_compile_nothing_more() -> None:
-    target = tiny("llama", num_hidden_layers=1)
+    target = TracedPairs(random_table(VOCAB, seed=5))
     decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3, schedule="constant", compile=True)
     graphs = []
     with torch._dynamo.config.patch(recompile_limit=1):

@@ -201,6 +201,16 @@ class PairModel:
         self.memory.scatter_(1, positions, tokens)
 
 
+class TracedPairs(PairModel):
+    """Without what no compiler can trace."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
+        self.remember(tokens, positions)
+        before = self.memory.gather(1, (positions - 1).clamp(min=0))
+        logits = self.table[torch.where(positions > 0, before, self.vocab_size), tokens]
+        return logits if num_logits is None else logits[:, -num_logits:]
+
+
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(vocab + 1, vocab, vocab, generator=torch.Generator().manual_seed(seed))
 

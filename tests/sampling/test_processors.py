@@ -19,7 +19,7 @@ from report import Report
 from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, joint_law, make_draft, p_values
 from tiny_laws import prompts as law_prompts
 from tiny_loops import DRAFTS
-from tiny_models import PairModel, padded, raised, tiny
+from tiny_models import PairModel, padded, perturbed, raised, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList
@@ -213,7 +213,8 @@ def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypat
     target = tiny("llama", num_hidden_layers=1)
 
     def decoder(compiled: bool) -> SpeculativeDecoder:
-        return SpeculativeDecoder(target, DRAFTS[kind]("llama"), num_draft_tokens=2, compile=compiled)
+        draft = perturbed(target) if kind == "perturbed" else DRAFTS[kind]("llama")
+        return SpeculativeDecoder(target, draft, num_draft_tokens=2, compile=compiled)
 
     def text(decoder: SpeculativeDecoder, values: dict[str, Any]) -> Tensor:
         given = {"sampling": SamplingParams(temperature=[0.0, 0.9], **values), "eos_token_id": (2, 3), "seed": 5}
