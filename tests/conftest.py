@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,14 @@ gc.set_threshold(100_000)
 
 NOT_REHEARSED = "not rehearsed"
 MEASURED = "measured"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """torch's trace log would fill the report of a failed compile test. pytest's own `log_level` sets the level of the
+    root logger before and after each part of a test, which empties the caches of all loggers."""
+    reporting = session.config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (reporting.caplog_handler, reporting.report_handler):
+        handler.setLevel(logging.WARNING)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -69,11 +69,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_exact_gives_the_text_that_transformers_gives_for_a_seed(case: str) -> None:
     family, options = CASES[case]
     models = pair(family)
-    plain = [sampled(models, seed, **options) for seed in range(4)]
+    plain = [sampled(models, seed, **options) for seed in range(2)]
     counted = []
     for method in ("exact", "transformers"):
         with assisted.assisted_generation(method) as stats:
-            assert [sampled(models, seed, **options) for seed in range(4)] == plain
+            assert [sampled(models, seed, **options) for seed in range(2)] == plain
         counted.append((stats.calls, stats.num_draft_tokens, stats.num_accepted, stats.num_new_tokens))
     # Enough steps for a difference to show, with accepted and rejected drafts among them.
     calls, num_draft_tokens, num_accepted, _ = counted[0]
