@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +32,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker would start a process per core for Inductor's kernels.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
 
-# Dynamo would look for garbage after every graph.
-os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 # Imports and compilers make many objects and few cycles. By default the collector looks through them after every 700.
 gc.set_threshold(100_000)
@@ -82,10 +79,6 @@ def pytest_collection_finish() -> None:
     thousands of texts."""
     gc.collect()
     gc.freeze()
-    # Dynamo times the guards of every graph with empty processor caches, which takes a tenth of a second, and logs it.
-    guards = sys.modules.get("torch._dynamo.guards")
-    if guards is not None:
-        guards.profile_guard_manager = lambda *arguments: 0.0
 
 
 @pytest.fixture

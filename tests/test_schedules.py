@@ -238,7 +238,7 @@ def test_drafts_that_are_planned_as_many_as_pay(drafting: float, chance: float, 
     assert sum(factors[count] for count in settled) / len(settled) > 0.95 * max(factors)
 
 
-@pytest.mark.parametrize("num_texts", [1, 4])
+@pytest.mark.parametrize("num_texts", [1, 8])
 @pytest.mark.parametrize("length", [64, 1000])
 @pytest.mark.parametrize("seconds", [flat, dear, stepped])
 @pytest.mark.parametrize("match", [2, 12, 30])
