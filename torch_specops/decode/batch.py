@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import feature_model, readable_lengths
+from ..drafts.base import feature_model, readable_lengths, replace_inputs
 from ..drafts.images import reads_images
 from ..drafts.ragged import begin_texts, expect_tokens, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
@@ -200,8 +200,7 @@ class Batch:
         """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
         (self._rows_with_inputs.add if inputs else self._rows_with_inputs.discard)(index)
         with normal_tensors():
-            if hasattr(self._target, "replace_inputs"):
-                self._target.replace_inputs(index, inputs)
+            replace_inputs(self._target, index, inputs)
             if self._draft is not None:
                 self._draft.replace_inputs(index, inputs)
         self._steps.keep_valid_graphs()

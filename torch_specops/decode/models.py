@@ -40,13 +40,16 @@ def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) ->
                 continue
             try:
                 model.look()
-            except (ValueError, RuntimeError) as error:
-                reason = f"{name}: {str(error).removeprefix('model: ')}"
-                if isinstance(error, ValueError):
-                    raise ValueError(reason) from error
-                misfit = RuntimeError(reason)
+            except ValueError as error:
+                raise ValueError(_named(name, error)) from error
+            except RuntimeError as error:
+                misfit = RuntimeError(_named(name, error))
     check_pair(target, draft)
     return misfit
+
+
+def _named(name: str, error: Exception) -> str:
+    return f"{name}: {str(error).removeprefix('model: ')}"
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:

@@ -377,6 +377,12 @@ def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
     return cast(FeatureModel, target)
 
 
+def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:
+    """Let a model read other inputs [1, ...] for a row, if it reads something besides the tokens."""
+    if hasattr(model, "replace_inputs"):
+        model.replace_inputs(row, inputs)
+
+
 def static_tensors_of(*parts: object) -> list[Tensor] | None:
     """The static tensors of models and draft sources together; None if any of them has unknown tensors."""
     tensors: list[Tensor] = []

@@ -21,6 +21,7 @@ from .base import (
     LanguageModel,
     as_language_model,
     refuse_class,
+    replace_inputs,
     stacked,
     static_tensors_of,
 )
@@ -166,8 +167,8 @@ class ModelDraft(SequentialDraft):
         self._begun[rows] = (lengths[rows].unsqueeze(1) - 2).clamp(min=0)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        if self._takes_inputs and hasattr(self.model, "replace_inputs"):
-            self.model.replace_inputs(row, inputs)
+        if self._takes_inputs:
+            replace_inputs(self.model, row, inputs)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.

@@ -60,8 +60,8 @@ def register_op(
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
             named = dict(zip(parameters, args, strict=False)) | kwargs
-            kind = next(iter(named.values())).device.type
-            opaque = is_opaque(**named) if kind == "cpu" else opaque_on_cuda and kind == "cuda"
+            device = next(iter(named.values())).device.type
+            opaque = is_opaque(**named) if device == "cpu" else opaque_on_cuda and device == "cuda"
             if not private.inlines_ops() or (private.makes_python() and opaque):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):

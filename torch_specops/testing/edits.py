@@ -19,7 +19,7 @@ def batch_sliced(x: Tensor) -> Tensor:
 
 def vocab_sliced(x: Tensor) -> Tensor:
     """The middle of longer rows: odd row stride, odd storage offset, so that rows start at no 16-byte boundary."""
-    longer = x.new_zeros(*x.shape[:-1], x.shape[-1] + 4 | 1)
+    longer = x.new_zeros(*x.shape[:-1], (x.shape[-1] + 4) | 1)
     longer[..., 1 : 1 + x.shape[-1]] = x
     return longer[..., 1 : 1 + x.shape[-1]]
 
