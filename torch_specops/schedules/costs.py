@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from statistics import median
 
-# Times that are kept for each number of tokens. One that was read once takes at most SURPRISE times what others say.
-NUM_TIMES, SURPRISE = 8, 1.2
-# The fastest of so many newest steps without drafts is the unit.
+# Times that are kept for each number of tokens, and of batches before.
+NUM_TIMES, NUM_OLD_TIMES = 8, 2
+# A number that was read once is doubted if it takes so many times what others say.
+SURPRISE = 1.2
+# The unit is the least that so many steps say.
 NUM_UNITS = 4
 # How far the least time of a number may move before anything is computed anew.
 PRECISION = 0.02
-# After so many steps what was not read loses so much of what it takes beyond expectation.
+# After so many steps, this part is left of what a number that was not read takes beyond expectation.
 FADING, FADED = 64, 0.7
 # A forward over no token, in tokens; and the draft's forward, in steps.
 FORWARD_COST, DRAFT_COST = 32, 0.25
@@ -20,23 +23,23 @@ FORWARD_COST, DRAFT_COST = 32, 0.25
 
 class StepCosts:
     """What a step takes by the number of tokens that it reads, in units of what the newest steps without drafts took: a
-    machine may become slower or faster. What it does besides only adds to a time, so the least of a few times counts. A
-    number that was read once is not believed to take far longer than others say.
+    machine may become slower or faster. What it does besides only adds to a time, so the least of a few times counts,
+    and more tokens take no less time. Of the numbers that were read once, one may have been read in a slow step.
 
     Attributes:
         num_since_plain: steps since one without drafts.
     """
 
     def __init__(self) -> None:
-        # Of batches before this one, as far as they differ from each other.
-        self._old: list[tuple[int, float]] = []
-        # Numbers of which one time is enough: they took surprisingly long before, have faded, or were timed for itself.
-        self._unsure: set[int] = set()
+        # In units, by the number of tokens; and the least of them when all were compared last.
         self._times: dict[int, deque[float]] = {}
-        # Of the times, when they were measured last.
         self._least: dict[int, float] = {}
-        # The newest steps without drafts, in seconds over what they are expected to take in units.
-        self._units: deque[float] = deque(maxlen=NUM_UNITS)
+        # What is left of what a number takes beyond expectation, if it was not read for long.
+        self._trust: dict[int, float] = {}
+        # The numbers of tokens of steps in this batch, and the seconds of a unit by each.
+        self._units: deque[tuple[int, float]] = deque(maxlen=NUM_UNITS)
+        # In units, by the number of tokens: steps without drafts, in the order in which their numbers came.
+        self._plain: dict[int, deque[float]] = {}
         self._points: list[tuple[int, float]] = []
         self._found: dict[int, float] = {}
         # Numbers that were read since unread ones have faded, and steps since then.
@@ -60,62 +63,60 @@ class StepCosts:
     def begin(self) -> None:
         """Another batch: its texts may be longer or shorter, and all steps slower or faster."""
         self.num_since_plain = max(self.num_since_plain, FADING // 2)
-        scale, known = self._scale(), dict(self._points)
-        self._unsure |= self._times.keys() - known.keys()
-        old = dict(self._old)
-        # One time of a number is not enough to forget what it took before.
-        old |= {n: seconds / scale for n, seconds in known.items() if n not in old or len(self._times.get(n, ())) > 1}
-        self._old = sorted(old.items())
-        self._times = {}
+        self._units.clear()
+        for times in self._times.values():
+            while len(times) > NUM_OLD_TIMES:
+                times.popleft()
 
     def add(self, tokens: int, seconds: float, is_plain: bool, is_sure: bool) -> None:
-        if is_plain or not self._units:
-            self._units.append(seconds / (self.of(tokens) if self._points else 1.0))
-        seconds /= min(self._units)
-        if is_sure:
-            self._unsure.add(tokens)
+        if is_plain or not self._points:
+            self._units.append((tokens, seconds / self._add_plain(tokens, seconds)))
+        # Until there are steps without drafts, others of this batch tell the unit by what they took before.
+        elif not self._units or (len(self._units) < NUM_UNITS and len(self._times.get(tokens, ())) > 1):
+            self._units.append((tokens, seconds / self.of(tokens)))
         self._num_plain += is_plain
         self.num_since_plain = 0 if is_plain else self.num_since_plain + 1
         times = self._times.setdefault(tokens, deque(maxlen=NUM_TIMES))
-        before = min(times) if len(times) > 1 else None
-        times.append(seconds)
-        least = min(times)
-        if len(times) > 2:
-            self._unsure.discard(tokens)
-        if before is not None and least > SURPRISE * before:
-            # All steps may have become slower.
-            self.begin()
-            self._times[tokens] = times
-        if before is None or abs(least - self._least[tokens]) > PRECISION * self._least[tokens]:
+        if self._trust.pop(tokens, 1.0) < 1.0:
+            while len(times) > 1:
+                times.popleft()
+        # A step that was timed for itself is believed at once.
+        times.extend([seconds / self._unit] * (2 if is_sure else 1))
+        if len(times) < 3 or abs(min(times) - self._least[tokens]) > PRECISION * self._least[tokens]:
             self._measure()
         self._read.add(tokens)
         self._num_steps += 1
         if self._num_steps % FADING == 0:
-            self._fade()
+            for unread in self._times.keys() - self._read:
+                self._trust[unread] = FADED * self._trust.get(unread, 1.0)
+            self._read = set()
+            self._measure()
 
     def add_drafting(self, count: int, seconds: float) -> None:
         if not self._units:
             return
         times = self._drafting.setdefault(count, deque(maxlen=NUM_TIMES))
         before = min(times) if len(times) > 1 else None
-        times.append(seconds / min(self._units))
+        times.append(seconds / self._unit)
         if before != min(times):
             self._drafting_found = {}
 
-    def _fade(self) -> None:
-        """What was not read for long comes closer to what the fewest tokens say, until it is tried again."""
-        scale, (low, first) = self._scale(), self._points[0]
-        faded = {}
-        for tokens, seconds in self._points:
-            line = first * (FORWARD_COST + tokens) / (FORWARD_COST + low)
-            kept = 1.0 if tokens in self._read else FADED
-            faded[tokens] = min(seconds, line + kept * (seconds - line)) / scale
-            if faded[tokens] * scale < seconds:
-                self._unsure.add(tokens)
-        self._old = sorted(faded.items())
-        self._times = {tokens: times for tokens, times in self._times.items() if tokens in self._read}
-        self._read = set()
-        self._measure()
+    @property
+    def _unit(self) -> float:
+        return min(unit for _, unit in self._units)
+
+    def _add_plain(self, tokens: int, seconds: float) -> float:
+        """What a step without drafts takes in units. The first number takes 1, and others are compared with numbers
+        that came before them alone: a unit that was compared with itself would drift."""
+        numbers = list(self._plain)
+        earlier = numbers[: numbers.index(tokens)] if tokens in numbers else numbers
+        units = [unit for number, unit in self._units if number in earlier]
+        times = self._plain.setdefault(tokens, deque(maxlen=NUM_TIMES))
+        if units:
+            times.append(seconds / min(units))
+        elif not times:
+            times.append(self.of(tokens) if self._points else 1.0)
+        return median(times)
 
     def draft_seconds(self, count: int, base: float) -> float:
         """Of proposing so many drafts."""
@@ -144,32 +145,23 @@ class StepCosts:
             self._found[tokens] = self._between(self._points, tokens)
         return self._found[tokens]
 
-    def _scale(self) -> float:
-        sure = self._times.keys() - self._unsure if self._old else ()
-        return min((min(self._times[n]) / self._between(self._old, n) for n in sure), default=1.0)
-
     def _measure(self) -> None:
-        scale = self._scale()
-        points = {tokens: seconds * scale for tokens, seconds in self._old}
-        self._least = {tokens: min(own) for tokens, own in self._times.items()}
+        self._least = {tokens: min(times) for tokens, times in self._times.items()}
         # More tokens take no less time: of two times, the longer one for fewer tokens has another reason.
-        least, times = math.inf, {}
+        least, found = math.inf, {}
         for tokens in sorted(self._times, reverse=True):
-            own = self._times[tokens]
-            times[tokens] = self._least[tokens] if len(own) > 1 else min(own[0], least)
-            least = min(least, times[tokens])
-        points |= {n: times[n] for n, own in self._times.items() if len(own) > 1 or n in self._unsure}
-        surprises = []
-        for tokens in sorted(times.keys() - points.keys()):
-            seconds = times[tokens]
-            expected = self._between(sorted(points.items()), tokens) if points else seconds
-            if seconds <= SURPRISE * expected:
-                points[tokens] = seconds
-            else:
-                surprises.append((seconds / expected, tokens, seconds))
-        # One may have another reason; several bear each other out.
-        points |= {tokens: seconds for _, tokens, seconds in sorted(surprises)[:-1]}
-        self._points, self._found = sorted(points.items()), {}
+            found[tokens] = least = min(least, self._least[tokens])
+        sure = sorted((tokens, found[tokens]) for tokens, times in self._times.items() if len(times) > 1)
+        if sure:
+            # Of the numbers that were read once, one may have another reason to surprise; several bear each other out.
+            once = {n: found[n] / self._between(sure, n) for n, times in self._times.items() if len(times) == 1}
+            if once and max(once.values()) > SURPRISE:
+                del found[max(once, key=once.__getitem__)]
+        fresh = sorted((tokens, seconds) for tokens, seconds in found.items() if tokens not in self._trust)
+        for tokens in found.keys() & self._trust.keys() if fresh else ():
+            line = self._between(fresh, tokens)
+            found[tokens] = min(found[tokens], line + self._trust[tokens] * (found[tokens] - line))
+        self._points, self._found = sorted(found.items()), {}
 
     @staticmethod
     def _between(points: list[tuple[int, float]], tokens: int) -> float:
