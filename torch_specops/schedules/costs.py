@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections import deque
 from statistics import median
 
-# Times that are kept for each number of tokens, and of batches before.
-NUM_TIMES, NUM_OLD_TIMES = 8, 2
+# Times that are kept for each number of tokens, and of batches before; and how many are few.
+NUM_TIMES, NUM_OLD_TIMES, FEW_TIMES = 8, 2, 2
 # A number that was read once is doubted if it takes so many times what others say.
 SURPRISE = 1.2
 # The unit is the least that so many steps say.
@@ -147,10 +147,7 @@ class StepCosts:
 
     def _measure(self) -> None:
         self._least = {tokens: min(times) for tokens, times in self._times.items()}
-        # More tokens take no less time: of two times, the longer one for fewer tokens has another reason.
-        least, found = math.inf, {}
-        for tokens in sorted(self._times, reverse=True):
-            found[tokens] = least = min(least, self._least[tokens])
+        found = self._rising()
         sure = sorted((tokens, found[tokens]) for tokens, times in self._times.items() if len(times) > 1)
         if sure:
             # Of the numbers that were read once, one may have another reason to surprise; several bear each other out.
@@ -162,6 +159,22 @@ class StepCosts:
             line = self._between(fresh, tokens)
             found[tokens] = min(found[tokens], line + self._trust[tokens] * (found[tokens] - line))
         self._points, self._found = sorted(found.items()), {}
+
+    def _rising(self) -> dict[int, float]:
+        """The least times, made to rise by the number of tokens: isotonic regression. Where fewer tokens seem to take
+        longer, few times of them have another reason, and many are averaged."""
+        least, blocks = math.inf, list[tuple[list[int], int, float]]()
+        for tokens in sorted(self._times, reverse=True):
+            numbers, count, mean = [tokens], len(self._times[tokens]), self._least[tokens]
+            if count <= FEW_TIMES:
+                mean = min(mean, least)
+            least = min(mean, least)
+            while blocks and blocks[-1][2] < mean:
+                more, num_times, others = blocks.pop()
+                mean = (count * mean + num_times * others) / (count + num_times)
+                numbers, count = numbers + more, count + num_times
+            blocks.append((numbers, count, mean))
+        return {tokens: mean for numbers, _, mean in blocks for tokens in numbers}
 
     @staticmethod
     def _between(points: list[tuple[int, float]], tokens: int) -> float:
