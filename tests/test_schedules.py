@@ -13,6 +13,7 @@ from tiny_models import raised
 
 from torch_specops.analysis import expected_tokens_per_step
 from torch_specops.schedules import Auto, Constant, Heuristic, NextStep, PastStep, Schedule, as_schedule
+from torch_specops.schedules.costs import StepCosts
 
 ALL, SOME = ([6, 6], [6, 6]), ([6, 6], [6, 5])
 
@@ -318,6 +319,23 @@ def test_no_noise_makes_drafts_that_pay_look_dear() -> None:
                 [a_text(64, lambda position, chance=chance: chance, call, match=9)]
             )
         assert took < 20, call
+
+
+def test_a_number_of_tokens_that_was_read_too_fast_makes_no_other_look_free() -> None:
+    costs = StepCosts()
+    for tokens, seconds, times in ((8, 1.0, 8), (9, 1.1, 4), (12, 1.3, 4), (16, 0.9, 2)):
+        for _ in range(times):
+            costs.add(tokens, seconds, is_plain=tokens == 8, is_sure=False)
+    found = [costs.of(tokens) for tokens in (8, 9, 12, 16)]
+    assert found == pytest.approx([1, 1.1, 3.5 / 3, 3.5 / 3])
+
+
+def test_a_machine_that_becomes_slower_step_by_step_changes_no_cost() -> None:
+    costs, speed = StepCosts(), 1.0
+    for tokens in (8, 8, 16, 16, *[8] * 50):
+        speed *= 1.02
+        costs.add(tokens, speed * (1.5 if tokens == 16 else 1.0), is_plain=tokens == 8, is_sure=False)
+    assert costs.of(16) / costs.of(8) == pytest.approx(1.5, rel=0.1)
 
 
 @pytest.mark.parametrize("options", [{}, {"looks_up": False, "drafting": 0.1}])
