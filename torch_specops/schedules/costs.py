@@ -11,7 +11,7 @@ from statistics import median
 NUM_TIMES, NUM_OLD_TIMES, FEW_TIMES = 8, 2, 2
 # A number that was read once is doubted if it takes so many times what others say.
 SURPRISE = 1.2
-# The unit is the least that so many steps say.
+# The unit is the least of so many estimates.
 NUM_UNITS = 4
 # How far the least time of a number may move before anything is computed anew.
 PRECISION = 0.02
