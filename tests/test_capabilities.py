@@ -40,7 +40,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("op", OPS)
 def test_modes_change_nothing(op: str) -> None:
-    """Neither an op nor, beside the first one, a compiled op and the uniforms."""
+    """Neither an op nor the uniforms nor, where autocast casts, a compiled op."""
     compiled = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="aot_eager")
     numbers = torch.arange(3), torch.tensor([0, 7, 2**40]), 5, "accept"
     uniforms = torch_specops.uniforms(*numbers)
@@ -50,7 +50,8 @@ def test_modes_change_nothing(op: str) -> None:
         for mode in MODES:
             with MODES[mode]():
                 assert equal(call(op, arguments), expected), mode
-                assert op != "verify_exact" or equal(compiled(**arguments), expected), mode
+                if op == "verify_exact" and dtype == torch.float32:
+                    assert equal(compiled(**arguments), expected), mode
                 assert torch.equal(torch_specops.uniforms(*numbers), uniforms), mode
         assert equal(functionalize(call)(op, arguments), expected)
 
@@ -86,7 +87,9 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace` is deprecated"
+)
 def test_what_records_calls_sees_the_ops() -> None:
     """And not the numbers that eager calls read and return, although those skip the dispatcher."""
     seeds = {"seeds": torch.arange(4), "positions": torch.arange(4)}

@@ -174,7 +174,7 @@ def run_python(source: str) -> str:
     return done.stdout
 
 
-def test_an_import_brings_in_torch_and_numpy_alone() -> None:
+def test_an_import_brings_in_torch_and_numpy_alone_and_cpu_ops_need_no_more() -> None:
     """Nothing else that is installed. Submodules are loaded when they are used; so is `hf`, which takes long."""
     names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
     first, second, last = run_python(f"""
@@ -182,6 +182,24 @@ import sys, numpy, torch
 before = set(sys.modules)
 import torch_specops
 print(*set(sys.modules) - before)
+
+absent = {{"triton", "transformers", "typer", "rich"}} - set(sys.modules)
+assert "transformers" in absent
+sys.modules |= dict.fromkeys(absent)
+seeds, positions = torch.tensor([1, 2]), torch.tensor([0, 0])
+target, draft = torch.zeros(2, 3, 5), torch.zeros(2, 2, 5)
+propose, accept = (torch_specops.uniforms(seeds, positions, 2, stream) for stream in ("propose", "accept"))
+tokens, lse = torch_specops.sample(draft.flatten(0, 1), propose.flatten())
+for op in torch_specops.verify_exact, torch_specops.verify_block, torch_specops.verify_sigmoid:
+    output, num_accepted = op(target, tokens.view(2, 2), draft, accept, torch.zeros(2))
+    assert num_accepted.tolist() == [2, 2], num_accepted
+assert torch_specops.verify_gumbel(target, tokens.view(2, 2), seeds, positions)[0].shape == (2, 3)
+torch_specops.filter_logits(draft[:, 0], top_p=torch.tensor([0.5, 1.0]))
+# It takes seconds to import.
+assert "torch._dynamo" not in sys.modules
+for name in absent:
+    del sys.modules[name]
+
 import pytest
 print(*set(sys.modules) - before)
 assert not torch.cuda.is_initialized()
@@ -208,27 +226,6 @@ torch_specops.hf.custom_generate
 print("torch_specops" in transformers.GenerationMixin._extract_generation_mode_kwargs.__code__.co_filename)
 """).splitlines()
     assert (first, second) == ("False", "True")
-
-
-def test_cpu_ops_need_nothing_but_torch_and_numpy() -> None:
-    run_python("""
-import sys
-import torch
-sys.modules |= dict.fromkeys(("triton", "transformers", "typer", "rich"))
-import torch_specops
-
-seeds, positions = torch.tensor([1, 2]), torch.tensor([0, 0])
-target, draft = torch.zeros(2, 3, 5), torch.zeros(2, 2, 5)
-propose, accept = (torch_specops.uniforms(seeds, positions, 2, stream) for stream in ("propose", "accept"))
-tokens, lse = torch_specops.sample(draft.flatten(0, 1), propose.flatten())
-for op in torch_specops.verify_exact, torch_specops.verify_block, torch_specops.verify_sigmoid:
-    output, num_accepted = op(target, tokens.view(2, 2), draft, accept, torch.zeros(2))
-    assert num_accepted.tolist() == [2, 2], num_accepted
-assert torch_specops.verify_gumbel(target, tokens.view(2, 2), seeds, positions)[0].shape == (2, 3)
-torch_specops.filter_logits(draft[:, 0], top_p=torch.tensor([0.5, 1.0]))
-# It takes seconds to import.
-assert "torch._dynamo" not in sys.modules
-""")
 
 
 def test_the_tag_of_compile_caches_knows_what_is_compiled() -> None:

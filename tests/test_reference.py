@@ -143,14 +143,15 @@ def test_two_tokens_have_the_targets_joint_law() -> None:
     for num_drafts in (1, 2):
         drafts = list(itertools.product(range(3), repeat=num_drafts))
         rows = [(x, u, s) for x in drafts for u in itertools.product(cells_u, repeat=num_drafts) for s in cells_s]
-        target = [
-            torch.stack([logits_of(p_1), logits_of(p_2[x[0]]), logits_of(p_3)][: num_drafts + 1]) for x, _, _ in rows
-        ]
-        draft = [torch.stack([logits_of(q_1), logits_of(q_2[x[0]])][:num_drafts]) for x, _, _ in rows]
+        target = torch.stack(
+            [torch.stack([logits_of(p_1), logits_of(p), logits_of(p_3)][: num_drafts + 1]) for p in p_2]
+        )
+        draft = torch.stack([torch.stack([logits_of(q_1), logits_of(q)][:num_drafts]) for q in q_2])
+        draft_tokens = torch.tensor([x for x, _, _ in rows])
         output, accepted = reference.verify_exact(
-            torch.stack(target),
-            torch.tensor([x for x, _, _ in rows]),
-            torch.stack(draft),
+            target[draft_tokens[:, 0]],
+            draft_tokens,
+            draft[draft_tokens[:, 0]],
             torch.tensor([u for _, u, _ in rows], dtype=torch.float64),
             torch.tensor([s for _, _, s in rows], dtype=torch.float64),
         )

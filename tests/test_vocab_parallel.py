@@ -219,7 +219,8 @@ def test_placements(report: Report) -> None:
 
 
 def run_compiled(backend: str, dtensor: bool, split: Split) -> list[Result] | None:
-    """The results of two calls, compiled and in eager. The second call is one of the same graph."""
+    """The results of two calls, compiled on the first rank and on the others in eager, which is enough to see whether
+    they differ; then of both in eager on all. The second call is one of the same graph."""
     group = split.group()
     if group is None:
         return None
@@ -236,7 +237,7 @@ def run_compiled(backend: str, dtensor: bool, split: Split) -> list[Result] | No
         return vocab_parallel.verify_exact(**args, **options)
 
     torch._dynamo.reset()
-    compiled = torch.compile(eager, fullgraph=True, backend=backend)
+    compiled = torch.compile(eager, fullgraph=True, backend=backend) if group.rank() == 0 else eager
     results = []
     for each, stance in zip(args, ("default", "fail_on_recompile"), strict=True):
         with torch.compiler.set_stance(stance):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +71,27 @@ def test_a_head_is_trained_and_stored(kind: str, tmp_path: Path, monkeypatch: py
     sizes = {"ROWS_PER_BATCH": 2, "BEGINNING": 8, "WINDOW": 12, "TOKENS_PER_STEP": 96}
     for name, value in sizes.items():
         monkeypatch.setattr(train, name, value)
-    made = []
-    monkeypatch.setattr(train, "save", lambda head, out, save=train.save: made.append(head) or save(head, out))
-    options = [kind, "--tokens", "96", "--row", "24", "--turn", "!"]
+    heads = []
+
+    def recording(head: Any, *rest: Any, train_head: Any = train.train) -> Any:
+        heads.append(deepcopy(head))
+        heads.append(train_head(head, *rest))
+        return heads[1]
+
+    monkeypatch.setattr(train, "train", recording)
+    options = [kind, "--tokens", "96", "--row", "24", "--turn", "!", "--steps", "12"]
     options += ["--layers", "1", "5", "--draft-vocab", "20"] if kind == "eagle3" else []
-    for steps in ("1", "12"):
-        rows = train.main([*options, "--steps", steps, "--out", str(tmp_path / steps)])
+    rows = train.main([*options, "--out", str(tmp_path / "last")])
+    train.save(heads[0], tmp_path / "first")
     name = {"eagle3": "model.safetensors", "mtp": "mtp.safetensors"}[kind]
-    first, last = (load_file(tmp_path / steps / name) for steps in ("1", "12"))
+    first, last = (load_file(tmp_path / folder / name) for folder in ("first", "last"))
     assert first.keys() == last.keys()
     # All weights learn. The embeddings are the target's.
     same = {name for name in first if torch.equal(first[name], last[name])}
     assert same == ({"d2t", "t2d"} if kind == "eagle3" else set()) and "embed_tokens.weight" not in first
     model, draft_of_target, layers = load_model(AUSTEN), torch.arange(256), (8,)
     if kind == "eagle3":
-        draft = Eagle3.from_pretrained(tmp_path / "12", model)
+        draft = Eagle3.from_pretrained(tmp_path / "last", model)
         assert draft.feature_layers == (1, 5)
         counts = rows.flatten().bincount(minlength=256)
         draft_of_target, layers = draft.head.draft_of_target, (1, 5)
@@ -92,7 +99,7 @@ def test_a_head_is_trained_and_stored(kind: str, tmp_path: Path, monkeypatch: py
         assert int(has.sum()) == 20 and int(counts[has].min()) >= int(counts[~has].max())
     read = train.read_text(model.model, layers, draft_of_target, rows)
     for divergence in (0.0, 1.0):
-        losses = [float(train.losses(head, read, 12, divergence).mean().detach()) for head in made]
+        losses = [float(train.losses(head, read, 12, divergence).mean().detach()) for head in heads]
         assert 0 < losses[1] < losses[0] - 0.1
 
 

@@ -187,7 +187,7 @@ def test_drafts_are_those_of_transformers(
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("one_graph", [False, True])
+@pytest.mark.parametrize("one_graph", [False, slow(True)])
 def test_compiled_steps_give_the_eager_tokens(one_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a second batch compiles nothing."""
     backend = CompileCounterWithBackend("eager")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tiny_hybrids import PROMISED
 from tiny_models import VOCAB, sharp_model
@@ -51,6 +53,9 @@ def names_of(kind: str) -> tuple[dict[str, str], bool]:
 
 def is_known(kind: str) -> bool:
     """Whether this transformers has MTP of its own for a family."""
+    if kind == "step3p7" and Version(transformers.__version__) < Version("5.20"):
+        # It had, and could not rotate.
+        return False
     return kind in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[kind]().get_text_config(), "num_mtp_layers")
 
 

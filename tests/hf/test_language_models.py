@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, padded, raised, shared_tiny, tiny
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -281,6 +282,11 @@ def test_the_check_crosses_the_lengths_at_which_a_model_changes() -> None:
     assert model.config.sliding_window == 30
     adapter = hf.language_model(untested("Starcoder2", **sizes, sliding_window=30))
     assert (adapter.max_length, adapter.limited_by) == (96, None)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="before Doge always had a mask")
+def test_a_window_of_the_own_masks_of_a_model_is_crossed() -> None:
+    sizes = {"intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 96}
     adapter = hf.language_model(untested("Doge", **sizes, keep_window_size=30))
     assert adapter.max_length == adapter.first_layers(1).max_length == 30
 

@@ -68,7 +68,7 @@ class Batch:
         logits: KeptLogits | None = None,
     ) -> None:
         started, inputs = time.perf_counter(), prompts.inputs
-        self.rows = [prompts.row(index) for index in range(len(prompts.rules))]
+        self.rows = prompts.rows()
         self.stats = GenerationStats(
             seeds=prompts.state.seeds.tolist(), compiled=steps.compile_reason, verify=steps.verify.op
         )
@@ -176,7 +176,7 @@ class Batch:
         self._is_refilled = True
         self._texts.begin(self.state, {index: prompts.state for index, prompts in texts.items()})
         self._fit()
-        self.rows = [texts[index].row(0) if index in texts else row for index, row in enumerate(self.rows)]
+        self.rows = [texts[index].rows()[0] if index in texts else row for index, row in enumerate(self.rows)]
         state = self.state
         rows = torch.tensor(list(texts), device=state.tokens.device)
         read_texts(self._target, state.tokens, state.lengths, rows, num_unread=1)

@@ -72,13 +72,16 @@ class Prompts:
     inputs: Mapping[str, Tensor] | None = None
     num_copies: int = 1
 
-    def row(self, index: int) -> Row:
-        """One of the texts, as the host follows it."""
-        state, ended = self.state, bool(self.state.finished[index])
-        prompt = state.tokens[index, : int(state.lengths[index])].tolist()
-        reason = "length" if ended else None
-        eos, limit = state.eos[index].tolist(), int(state.limits[index])
-        return Row(prompt, limit, eos, self.rules[index], self.grammars[index], ended, reason)
+    def rows(self) -> list[Row]:
+        """The texts, as the host follows them."""
+        state = self.state
+        of_rows = (each.tolist() for each in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
+        return [
+            Row(tokens[:length], limit, eos, rules, grammar, ended, "length" if ended else None)
+            for tokens, length, limit, eos, ended, rules, grammar in zip(
+                *of_rows, self.rules, self.grammars, strict=True
+            )
+        ]
 
 
 def read_prompts(
