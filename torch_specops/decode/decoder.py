@@ -86,9 +86,9 @@ class SpeculativeDecoder:
     filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
     pieces, once.
 
-    Streams and sessions of one decoder, or of decoders that share a model, may take turns in one thread. A call whose
-    models have read for another call since lets them read its texts again, which costs a prefill. Inputs besides the
-    tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
+    Streams and sessions of one decoder, or of decoders that share a model, may take turns in one thread. If another
+    call has used its models in the meantime, a call lets them read its texts again, which costs a prefill. Inputs
+    besides the tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
@@ -108,8 +108,8 @@ class SpeculativeDecoder:
             law, and on average at least as many); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with
             probabilities); or a `Verifier`, which also has the settings of lossy verification. None = "gumbel" without
             a draft and for deterministic drafts, otherwise "exact".
-        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps (about 8,000)
-            are done or certain to follow to pay for it, and never with a deterministic draft. `stats.compiled` says
+        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps to pay for it
+            (about 8,000) are done or certain to follow, and never with a deterministic draft. `stats.compiled` says
             what was done and why.
         one_graph: compile the whole step as a single graph. It takes longer to compile: it holds K copies of the draft.
         max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up if steps

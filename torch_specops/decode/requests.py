@@ -126,13 +126,12 @@ class Handle:
     """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
 
     Tasks of asyncio may use it too, in any event loop. `async for token in handle` gives what `tokens` gives, and
-    `await handle` what `result` gives. Who leaves cancels the request: a loop that ends early (a break, an exception,
-    `aclose`), and a task that is cancelled or runs out of time while it waits. `asyncio.shield(handle)` keeps the
-    request.
+    `await handle` what `result` gives. A loop that ends early (a break, an exception, `aclose`) cancels the request,
+    and so does a task that is cancelled or times out while it waits. `asyncio.shield(handle)` keeps the request.
 
     Attributes:
-        index: the request's place in the order of submission. The other attributes, `add`, `end` and `wake` are the
-            session's.
+        index: the request's place in the order of submission. The other attributes and `add`, `end` and `wake` are for
+            the session alone.
 
     Examples:
         >>> import transformers, torch_specops

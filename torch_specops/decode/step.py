@@ -62,7 +62,7 @@ class Verifier:
     Args:
         op: "exact", "block", "gumbel" or "sigmoid" (lossy).
         lenience, argmax_lenience: in (0, 1], as in `verify_exact`; below 1 only with "exact".
-        alpha, beta: as in `verify_sigmoid`; others than these only with "sigmoid".
+        alpha, beta: as in `verify_sigmoid`; values other than the defaults only with "sigmoid".
 
     Raises:
         TypeError, ValueError: a wrong argument, by name.

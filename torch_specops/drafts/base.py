@@ -20,8 +20,8 @@ class Draft:
 
     Args:
         tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified. Where the
-            padding of sampled drafts begins may depend on the text, and for draft j on the drafts before it and on
-            their distribution q_j, never on which token was drawn from q_j: that would change the law.
+            padding of sampled drafts begins may depend on the text, and for draft j on the drafts before it and on its
+            distribution q_j, but never on which token was drawn from q_j: that would change the law.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
             filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.

@@ -91,7 +91,7 @@ class SamplingParams:
         frequency_penalty: within 1e30; taken from it as often as the token occurred.
         no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none. Its cost
             grows with the logarithm of n.
-        min_new_tokens: excludes eos tokens before there are as many new tokens.
+        min_new_tokens: excludes eos tokens until there are this many new tokens.
         logit_bias: token -> what is added to its logit, finite or -inf.
         bad_words: sequences of tokens. The last token of a word is excluded if the text ends with the others. A word
             that is just an eos token is ignored. (As in transformers.) A step costs as much as there are tokens in

@@ -34,7 +34,7 @@ CLEAR_GAIN, LOOK_EVERY = 0.6, 4
 
 
 class Auto(Schedule):
-    """From 0 to K drafts for each text and step, as many as pay for themselves by what was measured so far.
+    """From 0 to K drafts for each text and step, as many as pay for themselves according to what was measured so far.
 
     A step's time is learned by the tokens that the target reads. A draft's chance to be right is learned from drafts
     before it: for drafts that are looked up by the length of their match and their place in the step, for others by

@@ -15,7 +15,7 @@ class NextStep:
     """What a schedule is told of a step to come. Lists have an entry for each text that goes on.
 
     Args:
-        texts: what tells the texts apart; a text has the same in all of its steps.
+        texts: an identifier of each text, the same in all of its steps.
         rooms: the most drafts that each can use.
         left: tokens to its limit.
         num_rows: B of the batch, with the rows that have ended.
@@ -53,9 +53,9 @@ class PastStep:
         num_draft_tokens: the most drafts of a row that were proposed.
         proposed: drafts of each text that were verified; empty = a compiled step was timed, and no text had it.
         accepted: how many of these were accepted.
-        known: how many of the drafts that were looked up the new tokens tell to be right or wrong, whether they were
-            verified or not; None = drafts are not judged so.
-        right: how many of these were right, up to the first wrong one.
+        known: of the drafts that were looked up, how many the new tokens show to be right or wrong, verified or not;
+            None = drafts are not judged by the new tokens.
+        right: how many of these were right, up to the first that was wrong.
         seconds: of reading and verifying; None = not measured.
         draft_seconds: of proposing, if it is no part of `seconds`.
     """
@@ -74,8 +74,8 @@ class Schedule(ABC):
     """Chooses the number of drafts of each text, for each step of a batch.
 
     Attributes:
-        buckets: the values of K that compiled steps have, ascending, each with a graph of its own. For another value, a
-            compiled step has the largest bucket below it, or the smallest one. No value exceeds the largest.
+        buckets: the values of K that compiled steps have, ascending, each with a graph of its own. A compiled
+            step rounds another value down to a bucket, or up to the smallest bucket. No value exceeds the largest.
     """
 
     buckets: tuple[int, ...]
@@ -84,12 +84,12 @@ class Schedule(ABC):
     def plan(self, step: NextStep) -> Sequence[int]:
         """The number of drafts of each text, at most its room and what was offered.
 
-        For drafts that are sampled, it may depend on earlier steps alone, never on the drafts of this one.
+        If drafts are sampled, it may depend only on earlier steps, never on the drafts of this step.
         """
 
     @abstractmethod
     def learn(self, step: PastStep) -> None:
-        """Called once per step. A loop that never waits reports each step late by one."""
+        """Called once per step. A loop that never waits reports each step one step late."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -151,9 +151,9 @@ def check_engine(
     Args:
         generate: called as `generate(prompts, params, seeds)` with lists of equal length: prompts as lists of token
             ids, a `SamplingParams` of numbers for each, and ints in [0, 2**31). It returns the new tokens of each
-            request, as lists or as an integer tensor [N, L], in the same order: at least 1, and `num_tokens` unless
-            the text ended. More are ignored, and a negative number ends a row. An engine without seeds may ignore them,
-            but must not start every call from the same state.
+            request, as lists or as an integer tensor [N, L], in the same order: at least 1, and `num_tokens` unless the
+            text ended. Further tokens are ignored, and a negative number ends a row. An engine without seeds may ignore
+            them, but must not start every call from the same state.
         target: the model as in `check_lossless`, but before temperature and filters.
         settings: name -> parameters: only temperature and filters, each a number. The law follows
             `torch_specops.filter_logits`, whose filters match transformers' and vLLM's; temperature 0 is the
