@@ -73,8 +73,9 @@ class Watched(Schedule):
         self.own_seconds += time.perf_counter() - started
         self.steps.append(step)
 
-    def reset(self) -> None:
-        self.schedule.reset()
+    def begin(self) -> Watched:
+        self.schedule = self.schedule.begin()
+        return self
 
 
 def tokens_read(step: PastStep) -> int:

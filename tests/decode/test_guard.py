@@ -16,7 +16,7 @@ from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, tin
 from torch import Tensor
 
 import torch_specops
-from torch_specops import SpeculativeDecoder
+from torch_specops import Request, SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.decode import guard
 from torch_specops.drafts import PromptLookup
@@ -92,11 +92,14 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     expected = decoder.generate(SHORT, max_new_tokens=6).sequences
     old = decoder.stream(SHORT, max_new_tokens=6)
     next(old)
+    session, served = (decoder.session(1, max_length=20) for _ in range(2))
+    handle, ended = (each.submit(Request(SHORT[0], 6)) for each in (session, served))
     calls = (
         lambda: decoder.generate(SHORT, max_new_tokens=6),
         lambda: decoder.stream(SHORT, max_new_tokens=6),
         lambda: other.generate(SHORT),
         decoder.output,
+        session.step,
     )
     errors: list[object] = []
 
@@ -109,6 +112,8 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     assert len(errors) == 1
     model.meanwhile = meanwhile
     list(decoder.stream(SHORT, max_new_tokens=2))
+    model.meanwhile = lambda: ended.done or errors.append(in_a_thread(served.run))
+    session.step()
     model.meanwhile = None
     assert torch.equal(decoder.generate(SHORT, max_new_tokens=6, streamer=meanwhile).sequences, expected)
     message = "another thread is using this decoder or its target"
@@ -116,6 +121,10 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     # Afterwards it serves any thread.
     again = in_a_thread(calls[0])
     assert isinstance(again, torch_specops.GenerationOutput) and torch.equal(again.sequences, expected)
+    # A step that was refused has changed nothing. Nobody would make the steps of `run` any more.
+    while not session.is_idle:
+        session.step()
+    assert torch.equal(handle.result().tokens, expected[0]) and ended.result(timeout=0).finish_reason == "error"
 
 
 def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:

@@ -67,6 +67,19 @@ def test_streams_of_a_decoder(kind: str) -> None:
     assert_texts_alone(decoder(kind, compile=False))
 
 
+def test_streams_with_a_schedule_that_goes_by_the_past() -> None:
+    """Of each stream by its own: otherwise the numbers of drafts, and with them a sampled text, would be others."""
+    target = PairModel(random_table(8, seed=5))
+    draft = PairModel(target.table + torch.randn(target.table.shape, generator=torch.Generator().manual_seed(0)))
+    loop = SpeculativeDecoder(target, draft, num_draft_tokens=3, schedule="heuristic", verify="exact")
+    calls = [{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 30, "seed": seed} for seed in (1, 2)]
+    expected = [list(loop.stream(**call)) for call in calls]
+    for steps, own in zip(in_turns([loop.stream(**call) for call in calls]), expected, strict=True):
+        assert [(step.tokens, step.num_proposed) for step in steps] == [
+            (step.tokens, step.num_proposed) for step in own
+        ]
+
+
 @pytest.mark.usefixtures("fresh_dynamo", "uncompiled")
 @pytest.mark.parametrize("kind", ["perturbed", "eagle 3"])
 def test_streams_of_compiled_steps(kind: str) -> None:

@@ -181,8 +181,9 @@ class Given(Schedule):
     def learn(self, step: PastStep) -> None:
         self._place = (self._place + 1) % len(self._counts)
 
-    def reset(self) -> None:
+    def begin(self) -> Given:
         self._place = 0
+        return self
 
 
 class EachItsOwn(Given):

@@ -19,7 +19,7 @@ from report import Report
 from tiny_laws import FEWER_TRIALS, LENGTH, PROMPTS, SEED, TARGET, TRIALS, V, filtered, joint_law, make_draft, p_values
 from tiny_laws import prompts as law_prompts
 from tiny_loops import DRAFTS
-from tiny_models import PairModel, padded, perturbed, raised, tiny
+from tiny_models import VOCAB, PairModel, TracedPairs, padded, raised, random_table, shared_tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList
@@ -195,10 +195,10 @@ def test_random_texts_as_transformers_has_them() -> None:
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        ("eager", "perturbed"),
+        ("eager", "a model"),
         slow("eager", "hierarchical"),
         slow("eager", "n-gram with counts"),
-        pytest.param("inductor", "perturbed", marks=pytest.mark.slow),
+        pytest.param("inductor", "a model", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +210,10 @@ def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypat
     first |= {"bad_words": [[5, 6], [9], [3, 4, 5]]}
     second = {"repetition_penalty": 0.9, "presence_penalty": -0.2, "frequency_penalty": [0.1, 0.0]}
     second |= {"no_repeat_ngram_size": [4, 0], "bad_words": [[[5, 7]], [[1], [2, 3, 4], [9], [5]]]}
-    target = tiny("llama", num_hidden_layers=1)
+    tables = [TracedPairs(random_table(VOCAB, seed=seed)) for seed in (5, 6)]
 
     def decoder(compiled: bool) -> SpeculativeDecoder:
-        draft = perturbed(target) if kind == "perturbed" else DRAFTS[kind]("llama")
+        target, draft = tables if kind == "a model" else (shared_tiny("llama"), DRAFTS[kind]("llama"))
         return SpeculativeDecoder(target, draft, num_draft_tokens=2, compile=compiled)
 
     def text(decoder: SpeculativeDecoder, values: dict[str, Any]) -> Tensor:

@@ -52,11 +52,10 @@ class Planner:
 
     def __init__(self, schedule: Schedule, draft: DraftSource | None, ready: Collection[tuple[int, bool]]) -> None:
         self.is_outgrown = False
-        self._schedule = schedule
+        self._schedule = schedule.begin()
         self._draft = draft
         self._ready = ready
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
-        schedule.reset()
 
     def plan(self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool) -> PlannedStep:
         """The next step.

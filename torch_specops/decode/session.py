@@ -140,12 +140,13 @@ class Session:
             The completions of the requests that have ended since the last call.
 
         Raises:
+            RuntimeError: another thread is using the decoder or its target; nothing has changed.
             Exception: of a model; it ends all requests and closes the session.
         """
         with self._stepping:
-            try:
-                if not self.is_idle:
-                    with self._guard.working():
+            if not self.is_idle:
+                with self._guard.working():
+                    try:
                         self._is_unread |= self._guard.take_models(self._stream)
                         self._end_cancelled()
                         if self._waiting and None in self._rows:
@@ -154,23 +155,26 @@ class Session:
                             self._read_again()
                             self._admit()
                             self._advance()
-            except BaseException as error:
-                # The state may be half a step ahead, and is read no more.
-                self._has_failed = True
-                self._close("error", f"{type(error).__name__}: {error}")
-                raise
+                    except BaseException as error:
+                        self._fail(error)
+                        raise
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
 
     def run(self) -> None:
-        """Run steps in this thread until the session is closed; waits while there are no requests."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or not self.is_idle)
-                if self._is_closed:
-                    return
-            self.step()
+        """Run steps in this thread until the session is closed; waits while there are no requests. Any exception ends
+        all requests and closes the session."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed or not self.is_idle)
+                    if self._is_closed:
+                        return
+                self.step()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def close(self) -> None:
         """End all requests, with the finish reason "cancelled"; may be called from any thread."""
@@ -193,6 +197,11 @@ class Session:
             if handle in self._waiting:
                 self._end(handle, "cancelled")
                 self._waiting.remove(handle)
+
+    def _fail(self, error: BaseException) -> None:
+        # The state may be half a step ahead, and is read no more.
+        self._has_failed = True
+        self._close("error", f"{type(error).__name__}: {error}")
 
     def _close(self, reason: str, error: str | None = None) -> None:
         with self._changed:

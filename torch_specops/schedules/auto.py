@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from ..checks import check_int
@@ -74,9 +75,17 @@ class Auto(Schedule):
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(3.5, 5.0)
-        self.reset()
+        self._forget_batch()
 
-    def reset(self) -> None:
+    def begin(self) -> Auto:
+        # What is not begun anew is shared.
+        own = copy(self)
+        own._forget_batch()
+        for costs in self._costs.values():
+            costs.begin()
+        return own
+
+    def _forget_batch(self) -> None:
         self._account = self._elapsed = 0.0
         self._num_undrafted = 0
         # The texts for which drafts that are not known did not pay when they were last planned.
@@ -84,8 +93,6 @@ class Auto(Schedule):
         self._texts: dict[int, _Share] = {}
         self._rates: dict[int, float] = {}
         self._saved: dict[int, float] = {}
-        for costs in self._costs.values():
-            costs.begin()
 
     def plan(self, step: NextStep) -> list[int]:
         counts = self._counts(step)

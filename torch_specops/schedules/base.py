@@ -71,7 +71,7 @@ class PastStep:
 
 
 class Schedule(ABC):
-    """Chooses the number of drafts of each text, for each step of a batch.
+    """Chooses the number of drafts of each text, for each step.
 
     Attributes:
         buckets: the values of K that compiled steps have, ascending, each with a graph of its own. A compiled
@@ -92,8 +92,9 @@ class Schedule(ABC):
         """Called once per step. A loop that never waits reports each step one step late."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """Called when a batch begins."""
+    def begin(self) -> Schedule:
+        """The schedule of a batch that begins; `plan` and `learn` are called on it alone. Batches of a decoder may take
+        turns: `self`, if a batch may go by the steps of others."""
 
 
 def buckets_up_to(maximum: int) -> tuple[int, ...]:

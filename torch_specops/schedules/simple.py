@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 
@@ -28,8 +30,8 @@ class Constant(Schedule):
     def learn(self, step: PastStep) -> None:
         pass
 
-    def reset(self) -> None:
-        pass
+    def begin(self) -> Constant:
+        return self
 
 
 class Heuristic(Schedule):
@@ -62,5 +64,7 @@ class Heuristic(Schedule):
             change = 2 if list(step.proposed) == list(step.accepted) else -1
             self._value = min(max(self._value + change, 1), self.maximum)
 
-    def reset(self) -> None:
-        self._value = self._start
+    def begin(self) -> Heuristic:
+        own = copy(self)
+        own._value = self._start
+        return own
