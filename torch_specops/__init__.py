@@ -1,9 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
-Importing the package registers `torch.ops.specops.verify_exact`, `verify_block`, `verify_sigmoid`, `verify_gumbel`,
-`sample`, `sample_gumbel` and `filter_logits`, and imports nothing but torch and numpy. `torch_specops.hf`, which
-imports transformers, `analysis`, `beam`, `inductor`, `reference`, `testing` and `vocab_parallel` are loaded when they
-are used first.
+Importing the package registers `torch.ops.specops.verify_exact` and the other ops, and imports nothing but torch and
+numpy. `torch_specops.hf`, which imports transformers, `analysis`, `beam`, `inductor`, `reference`, `testing` and
+`vocab_parallel` are loaded when they are used first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from . import decode, drafts, grammars, ops
 from .decode import Completion, GenerationOutput, Handle, Request, Session, SpeculativeDecoder, Verifier, generate
 from .grammars import Grammar
-from .ops import filter_logits, sample, sample_gumbel, verify_block, verify_exact, verify_gumbel, verify_sigmoid
+from .ops import *  # noqa: F403
 from .ops.uniforms import uniforms
 from .sampling import SamplingParams
 
@@ -32,18 +31,12 @@ __all__ = [
     "SpeculativeDecoder",
     "Verifier",
     "drafts",
-    "filter_logits",
     "generate",
     "grammars",
     "ops",
-    "sample",
-    "sample_gumbel",
     "uniforms",
-    "verify_block",
-    "verify_exact",
-    "verify_gumbel",
-    "verify_sigmoid",
 ]
+__all__ += ops.__all__
 
 
 def _of_hf(module: str, name: str) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""One call of each op, for the tests that ask the same of all of them; and calls that are compared with the oracle."""
+"""What the tests that ask the same of every op know of each: its schema, what its launches write, the cases of its
+kernels, and a call; and calls that are compared with the oracle."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from report import Report
 from torch import Tensor, nn
@@ -22,6 +24,111 @@ VERIFY_OPS = tuple(op for op in OPS if op.startswith("verify"))
 FILTERS = ("top_k", "top_p", "min_p")
 # Seeds and positions, of which all words count.
 NOISE_PLACES = [(0, 0), (7, 2**32 - 1), (-1, 5), (2**62 + 12345, 2**40 + 3), (-(2**63), 2**63 - 1)]
+
+# Names, order and defaults: what callers rely on.
+_DRAFTS = "Tensor target_logits, Tensor draft_tokens, Tensor{} draft_logits"
+_UNIFORMS = "Tensor accept_uniforms, Tensor sample_uniforms"
+_FILTERS = "Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None"
+_TEMPERATURE, _RESULT = "Tensor? temperature=None", "-> (Tensor, Tensor)"
+SCHEMAS = {
+    "verify_exact": f"specops::verify_exact({_DRAFTS.format('?')}, {_UNIFORMS}, {_TEMPERATURE}, "
+    f"Tensor? draft_lse=None, float lenience=1., {_FILTERS}, float argmax_lenience=1., "
+    f"bool filter_draft=True) {_RESULT}",
+    "verify_block": f"specops::verify_block({_DRAFTS.format('?')}, {_UNIFORMS}, {_TEMPERATURE}, "
+    f"Tensor? draft_lse=None, float lenience=1., {_FILTERS}, bool filter_draft=True) {_RESULT}",
+    "verify_sigmoid": f"specops::verify_sigmoid({_DRAFTS.format('')}, {_UNIFORMS}, "
+    f"float alpha=-1000., float beta=1000., {_TEMPERATURE}) {_RESULT}",
+    "verify_gumbel": "specops::verify_gumbel(Tensor target_logits, Tensor draft_tokens, Tensor seeds, "
+    f"Tensor positions, {_TEMPERATURE}, {_FILTERS}) {_RESULT}",
+    "sample": f"specops::sample(Tensor logits, Tensor uniforms, {_TEMPERATURE}, {_FILTERS}) {_RESULT}",
+    "sample_gumbel": f"specops::sample_gumbel(Tensor logits, Tensor seeds, Tensor positions, {_TEMPERATURE}, "
+    f"{_FILTERS}) -> Tensor",
+    "filter_logits": f"specops::filter_logits(Tensor logits, {_TEMPERATURE}, {_FILTERS}) -> Tensor",
+}
+
+_SEARCH = [{"top_ptr", "sum_ptr"}, {"part_ptr", "token_ptr", "value_ptr", "bounds_ptr"}]
+_STATS = {"partial_ptr", "count_ptr"}
+_OUTPUTS = {"num_accepted_ptr", "output_tokens_ptr"}
+# What each launch of an op writes.
+WRITTEN = {
+    "verify_exact": [*_SEARCH, _STATS, _OUTPUTS | {"mass_ptr", "state_ptr", "count_ptr"}],
+    "verify_block": [
+        *_SEARCH,
+        _STATS,
+        {"state_ptr", "ratio_ptr", "reach_ptr", "count_ptr", "num_accepted_ptr"},
+        _OUTPUTS | {"mass_ptr", "count_ptr"},
+    ],
+    "verify_sigmoid": [{"partial_ptr", "num_accepted_ptr"}, _OUTPUTS],
+    "verify_gumbel": [*_SEARCH, {"partial_ptr"}, _OUTPUTS],
+    "sample_gumbel": [*_SEARCH, {"partial_ptr"}, _OUTPUTS],
+    "sample": [*_SEARCH, {"partial_ptr"}, {"tokens_ptr", "lse_ptr"}],
+    "filter_logits": [*_SEARCH, {"output_ptr"}],
+}
+
+# The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
+FILTERED_VERIFY = (
+    "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law,"
+    "target_filters,target_filters_temperature,lse_wrong_filters,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
+)
+# verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
+BLOCK = (
+    "uniforms_out_of_range_masked,"
+    "k1,k3,k8,k0,b0,bf16,fp16,fp32_bf16,batch_sliced,vocab_sliced_bf16,transposed_fp16,expanded,int32,pad_head,"
+    "pad_ragged,target_nan,draft_inf,mixed_nonfinite,masked,overflow_fp16,greedy_mixed,bad_temperature,opposite,"
+    "plateaus,tie_u_zero,tie_s_zero,one_hot,one_hot_padded,one_hot_masked,lse_k8_bf16,lse_nonfinite,long,long_one_hot,"
+    "lse_wrong,lse_wrong_large,lse_wrong_largest,lse_wrong_masked,lse_wrong_same"
+)
+# A vocabulary of one token: what is left of a row's two ends.
+ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
+# One of every kind of input: what `make test` has time for.
+FEW = "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
+FEW_FILTERS = (
+    "three rows of bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_zero_maxima,"
+    "filters_strided,filters_nonfinite,min_p,tie_top_p_met"
+)
+FEW_VERIFY = FEW + ",pad_ragged,exact_u_is_p_over_q,tie_u_zero,masked_token,uniforms_out_of_range_masked"
+FEW_GUMBEL = (
+    "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,"
+    "k0,k8,hot_overflow,cold,filters_temperature"
+)
+# (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
+# sizes put rows off the 16-byte boundary.
+QUICK_RUNS = [
+    (
+        "verify_exact",
+        FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse",
+        32,
+        (45,),
+    ),
+    (
+        "verify_block",
+        FEW_VERIFY + ",k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
+        32,
+        (45,),
+    ),
+    ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
+    ("verify_gumbel", FEW_GUMBEL, 32, (67,)),
+    ("sample", FEW + ",filters_temperature", 32, (67,)),
+    ("filter_logits", FEW_FILTERS, 32, (67,)),
+]
+SLOW_RUNS = [
+    pytest.param(*run, marks=pytest.mark.slow)
+    for run in (
+        ("verify_exact", "plain", 32, (67,)),
+        ("verify_exact", ONE_TOKEN, 64, (1,)),
+        ("verify_exact", FILTERED_VERIFY, 64, (37,)),
+        ("verify_block", BLOCK, 64, (67,)),
+        ("verify_block", FILTERED_VERIFY, 64, (37,)),
+        ("verify_sigmoid", "plain", 32, (67,)),
+        ("verify_gumbel", "plain", 32, (1, 131)),
+        ("verify_gumbel", "filtered", 64, (37,)),
+        ("sample_gumbel", "plain", 32, (131,)),
+        ("sample", "plain", 32, (1, 64, 131)),
+        ("sample", "plain", 256, (37, 600)),
+        ("sample", "filtered", 32, (37,)),
+        ("filter_logits", "filtered", 64, (1, 131)),
+    )
+]
 
 
 def op_arguments(
@@ -167,7 +274,7 @@ def empty_arguments(
         return torch.empty(*shape, dtype=dtype, device=device)
 
     rows = {"temperature": empty(batch)} if "temperature" in options else {}
-    if "filters" in options and op != "verify_sigmoid":
+    if "filters" in options:
         rows |= {"top_k": empty(batch, dtype=torch.int64), "top_p": empty(batch), "min_p": empty(batch)}
     if op.endswith("gumbel"):
         rows = {name: empty(batch, dtype=torch.int64) for name in ("seeds", "positions")} | rows
@@ -178,10 +285,8 @@ def empty_arguments(
         "target_logits": empty(batch, num_drafts + 1, vocab_size, dtype=dtype),
         "draft_tokens": empty(batch, num_drafts, dtype=torch.int64),
     }
-    if op == "verify_gumbel":
-        return drafts | rows
     draft_logits = None if "one-hot" in options else empty(batch, num_drafts, vocab_size, dtype=torch.bfloat16)
-    return {
+    every = {
         **drafts,
         "draft_logits": draft_logits,
         "accept_uniforms": empty(batch, num_drafts),
@@ -189,3 +294,5 @@ def empty_arguments(
         **rows,
         **({"draft_lse": empty(batch, num_drafts)} if "draft_lse" in options else {}),
     }
+    names = {argument.name for argument in getattr(torch.ops.specops, op).default._schema.arguments}
+    return {name: value for name, value in every.items() if name in names}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import FILTERS, OPS, VERIFY_OPS, call, equal, op_arguments
+from op_cases import FILTERS, OPS, SCHEMAS, VERIFY_OPS, call, equal, op_arguments
 from torch import Tensor
 
 import torch_specops
@@ -55,7 +55,8 @@ NUMBERS = {
 
 def good(op: str) -> dict[str, Any]:
     """Every argument, and rows that all have a law."""
-    return op_arguments(op, B, K, V) | {"temperature": torch.ones(B)}
+    given = op_arguments(op, B, K, V)
+    return given | {name: torch.ones(B) for name in given.keys() & {"temperature"}}
 
 
 def function(op: str, through: str) -> Callable[..., Any]:
@@ -204,25 +205,7 @@ def test_one_graph_for_all_numbers() -> None:
 
 def test_the_schema_is_the_contract() -> None:
     """Names, order and defaults are what callers rely on, and the same in signatures, argument objects and schemas."""
-    drafts = "Tensor target_logits, Tensor draft_tokens, Tensor{} draft_logits"
-    uniforms = "Tensor accept_uniforms, Tensor sample_uniforms"
-    filters = "Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None"
-    temperature, result = "Tensor? temperature=None", "-> (Tensor, Tensor)"
-    assert {op: str(schema_of(op)) for op in OPS} == {
-        "verify_exact": f"specops::verify_exact({drafts.format('?')}, {uniforms}, {temperature}, "
-        f"Tensor? draft_lse=None, float lenience=1., {filters}, float argmax_lenience=1., "
-        f"bool filter_draft=True) {result}",
-        "verify_block": f"specops::verify_block({drafts.format('?')}, {uniforms}, {temperature}, "
-        f"Tensor? draft_lse=None, float lenience=1., {filters}, bool filter_draft=True) {result}",
-        "verify_sigmoid": f"specops::verify_sigmoid({drafts.format('')}, {uniforms}, "
-        f"float alpha=-1000., float beta=1000., {temperature}) {result}",
-        "verify_gumbel": "specops::verify_gumbel(Tensor target_logits, Tensor draft_tokens, Tensor seeds, "
-        f"Tensor positions, {temperature}, {filters}) {result}",
-        "sample": f"specops::sample(Tensor logits, Tensor uniforms, {temperature}, {filters}) {result}",
-        "sample_gumbel": f"specops::sample_gumbel(Tensor logits, Tensor seeds, Tensor positions, {temperature}, "
-        f"{filters}) -> Tensor",
-        "filter_logits": f"specops::filter_logits(Tensor logits, {temperature}, {filters}) -> Tensor",
-    }
+    assert {op: str(schema_of(op)) for op in OPS} == SCHEMAS
     kinds = {"verify_exact": VerifyArguments, "verify_sigmoid": SigmoidArguments, "verify_gumbel": GumbelArguments}
     for op, kind in kinds.items():
         parameters = inspect.signature(getattr(torch_specops, op)).parameters.values()

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from op_cases import OPS, VERIFY_OPS, Call, call, empty_arguments
+from op_cases import OPS, VERIFY_OPS, WRITTEN, Call, call, empty_arguments
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._higher_order_ops import triton_kernel_wrap
@@ -96,26 +96,6 @@ def compiled_once() -> Iterator[None]:
 
 def launches(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-
-
-SEARCH = [{"top_ptr", "sum_ptr"}, {"part_ptr", "token_ptr", "value_ptr", "bounds_ptr"}]
-STATS = {"partial_ptr", "count_ptr"}
-OUTPUTS = {"num_accepted_ptr", "output_tokens_ptr"}
-# What each launch of an op writes.
-WRITTEN = {
-    "verify_exact": [*SEARCH, STATS, OUTPUTS | {"mass_ptr", "state_ptr", "count_ptr"}],
-    "verify_block": [
-        *SEARCH,
-        STATS,
-        {"state_ptr", "ratio_ptr", "reach_ptr", "count_ptr", "num_accepted_ptr"},
-        OUTPUTS | {"mass_ptr", "count_ptr"},
-    ],
-    "verify_sigmoid": [{"partial_ptr", "num_accepted_ptr"}, OUTPUTS],
-    "verify_gumbel": [*SEARCH, {"partial_ptr"}, OUTPUTS],
-    "sample_gumbel": [*SEARCH, {"partial_ptr"}, OUTPUTS],
-    "sample": [*SEARCH, {"partial_ptr"}, {"tokens_ptr", "lse_ptr"}],
-    "filter_logits": [*SEARCH, {"output_ptr"}],
-}
 
 
 @pytest.mark.usefixtures("compiled_once")

@@ -12,79 +12,13 @@ from typing import Any
 
 import pytest
 from attention_cases import CASES
-from op_cases import NOISE_PLACES
+from op_cases import NOISE_PLACES, QUICK_RUNS, SLOW_RUNS
 
 from torch_specops import reference
 
 pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "interpret_kernels.py"
-# The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
-FILTERED_VERIFY = (
-    "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law,"
-    "target_filters,target_filters_temperature,lse_wrong_filters,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
-)
-# verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
-BLOCK = (
-    "uniforms_out_of_range_masked,"
-    "k1,k3,k8,k0,b0,bf16,fp16,fp32_bf16,batch_sliced,vocab_sliced_bf16,transposed_fp16,expanded,int32,pad_head,"
-    "pad_ragged,target_nan,draft_inf,mixed_nonfinite,masked,overflow_fp16,greedy_mixed,bad_temperature,opposite,"
-    "plateaus,tie_u_zero,tie_s_zero,one_hot,one_hot_padded,one_hot_masked,lse_k8_bf16,lse_nonfinite,long,long_one_hot,"
-    "lse_wrong,lse_wrong_large,lse_wrong_largest,lse_wrong_masked,lse_wrong_same"
-)
-# A vocabulary of one token: what is left of a row's two ends.
-ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
-# One of every kind of input: what `make test` has time for.
-FEW = "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,tie_s_zero"
-FEW_FILTERS = (
-    "three rows of bf16,filters_temperature,filters_plateaus,filters_plateaus_hot,filters_zero_maxima,"
-    "filters_strided,filters_nonfinite,min_p,tie_top_p_met"
-)
-FEW_VERIFY = FEW + ",pad_ragged,exact_u_is_p_over_q,tie_u_zero,masked_token,uniforms_out_of_range_masked"
-FEW_GUMBEL = (
-    "three rows of fp32_bf16,vocab_sliced_bf16,mixed_nonfinite,greedy_mixed,greedy_plateaus,masked_token,pad_ragged,"
-    "k0,k8,hot_overflow,cold,filters_temperature"
-)
-# (op, kind of cases, tile, vocabulary sizes): smaller than a tile, not a multiple of one, and of several tiles; odd
-# sizes put rows off the 16-byte boundary.
-QUICK_RUNS = [
-    (
-        "verify_exact",
-        FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse",
-        32,
-        (45,),
-    ),
-    (
-        "verify_block",
-        FEW_VERIFY + ",k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
-        32,
-        (45,),
-    ),
-    ("verify_sigmoid", FEW_VERIFY, 32, (67,)),
-    ("verify_gumbel", FEW_GUMBEL, 32, (67,)),
-    ("sample", FEW + ",filters_temperature", 32, (67,)),
-    ("filter_logits", FEW_FILTERS, 32, (67,)),
-]
-SLOW_RUNS = [
-    pytest.param(*run, marks=pytest.mark.slow)
-    for run in (
-        ("verify_exact", "plain", 32, (67,)),
-        ("verify_exact", ONE_TOKEN, 64, (1,)),
-        ("verify_exact", FILTERED_VERIFY, 64, (37,)),
-        ("verify_block", BLOCK, 64, (67,)),
-        ("verify_block", FILTERED_VERIFY, 64, (37,)),
-        ("verify_sigmoid", "plain", 32, (67,)),
-        ("verify_gumbel", "plain", 32, (1, 131)),
-        ("verify_gumbel", "filtered", 64, (37,)),
-        ("sample_gumbel", "plain", 32, (131,)),
-        ("sample", "plain", 32, (1, 64, 131)),
-        ("sample", "plain", 256, (37, 600)),
-        ("sample", "filtered", 32, (37,)),
-        ("filter_logits", "filtered", 64, (1, 131)),
-    )
-]
-
-
 Interpret = Callable[..., Any]
 
 

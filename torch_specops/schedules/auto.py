@@ -75,17 +75,18 @@ class Auto(Schedule):
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(3.5, 5.0)
-        self._forget_batch()
+        self.forget_texts()
 
     def begin(self) -> Auto:
-        # What is not begun anew is shared.
+        # All else is shared.
         own = copy(self)
-        own._forget_batch()
+        own.forget_texts()
         for costs in self._costs.values():
             costs.begin()
         return own
 
-    def _forget_batch(self) -> None:
+    def forget_texts(self) -> None:
+        """Forget what was learned of single texts, and what drafts have gained."""
         self._account = self._elapsed = 0.0
         self._num_undrafted = 0
         # The texts for which drafts that are not known did not pay when they were last planned.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 
@@ -65,6 +63,4 @@ class Heuristic(Schedule):
             self._value = min(max(self._value + change, 1), self.maximum)
 
     def begin(self) -> Heuristic:
-        own = copy(self)
-        own._value = self._start
-        return own
+        return type(self)(self._start, self.maximum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import zlib
@@ -64,11 +65,12 @@ def sample_inputs(
     """The cases every backend is tested on; the same numbers on every device.
 
     Args:
-        op: the name of an op, as in `OPTIONS`.
+        op: "verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel", "sample", "sample_gumbel" or
+            "filter_logits".
         device: where the tensors go, with their strides.
         vocab_sizes: every case is built once per size.
         seed: another seed gives other numbers, not other kinds of cases.
-        names: only these cases (of `case_names`); all by default.
+        names: only these cases; all by default. The name of a `Case` is one of these and the vocabulary: "k3-V17".
         max_rows, max_drafts: smaller batches and fewer drafts, for a large vocabulary; other numbers than without.
 
     Yields:
@@ -120,6 +122,8 @@ def arguments_of(op: str, generator: torch.Generator, vocab_size: int, options: 
     if op == "verify_sigmoid":
         scale = SCALES[int(torch.randint(len(SCALES), (), generator=generator))] if scale is None else scale
         args |= dict(zip(("alpha", "beta"), scale, strict=False))
+    parameters = inspect.signature(getattr(reference, op)).parameters
+    args = {key: value for key, value in args.items() if key in parameters}
     return args if layout is None else {key: layout(x) if isinstance(x, Tensor) else x for key, x in args.items()}
 
 

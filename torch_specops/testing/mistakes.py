@@ -21,16 +21,17 @@ def verify_with_mistake(
     draft_logits: Tensor | None,
     accept_uniforms: Tensor,
     sample_uniforms: Tensor,
-    temperature: Tensor | None = None,
+    temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`verify_exact` in plain float64, with a mistake. A test of a loop or of an op must fail with it; otherwise it
-    would not find such a mistake.
+    """`verify_exact` in plain float64, with a mistake. A test of an op must fail with each; otherwise it would not find
+    such a mistake. A test of a loop's law must fail with each but "1 - s", which keeps the law; the smaller the bias
+    ("u < min(p / q, 0.9)"), the more texts it takes.
 
     Args:
         mistake: one of `MISTAKES`; None = none, which is right.
         target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms: as in `verify_exact`. Tokens are in
             the vocabulary.
-        temperature: [B] above 0; None = 1.
+        temperature: above 0, a number or [B]; None = 1.
 
     Returns:
         output_tokens [B, K+1] and num_accepted [B], as `verify_exact` returns them.
@@ -48,7 +49,8 @@ def verify_with_mistake(
     """
     if mistake is not None and mistake not in MISTAKES:
         raise ValueError(f"mistake: expected None or one of {MISTAKES}, got {mistake!r}")
-    scale = 1.0 if temperature is None else 1.0 / temperature.double().view(-1, 1, 1)
+    given = torch.as_tensor(1.0 if temperature is None else temperature, device=target_logits.device)
+    scale = 1.0 / given.double().view(-1, 1, 1)
     p, x = (target_logits.double() * scale).softmax(-1), draft_tokens.long().unsqueeze(-1)
     q = one_hot(x[..., 0], p.shape[-1]).double()
     if draft_logits is not None:
