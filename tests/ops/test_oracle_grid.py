@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from marks import slow
-from op_cases import OPS, VERIFY_OPS, call, call_traced, check, results
+from op_cases import OPS, VERIFY_OPS, call, call_traced, check, equal, results
 from report import Report
 from torch import Tensor
 
@@ -224,6 +224,11 @@ def test_wrong_spelling_is_caught() -> None:
     for mistake in (None, *MISTAKES):
         wrong = any(compare(case, verify_with_mistake(mistake, **case.args)).wrong for case in cases)
         assert wrong == (mistake is not None), mistake
+    args = cases[0].args
+    one, each = (
+        verify_with_mistake(None, **args, temperature=t) for t in (0.5, torch.full((len(args["draft_tokens"]),), 0.5))
+    )
+    assert equal(one, each) and not equal(one, verify_with_mistake(None, **args))
 
 
 def test_a_boundary_belongs_to_the_token_above_it() -> None:
