@@ -86,9 +86,9 @@ class SpeculativeDecoder:
     filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
     pieces, once.
 
-    Streams and sessions of one decoder, or of decoders that share a model, may take turns in one thread. If another
-    call has used its models in the meantime, a call lets them read its texts again, which costs a prefill. Inputs
-    besides the tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
+    Streams and sessions of one decoder, or of decoders that share a model, may take turns. If another call has used its
+    models in the meantime, a call lets them read its texts again, which costs a prefill. Inputs besides the tokens (an
+    encoder's, images) are not kept: such a call ends with a RuntimeError instead.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
@@ -119,7 +119,7 @@ class SpeculativeDecoder:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's.
         RuntimeError: from any method, while another thread uses this decoder, or another with the same `LanguageModel`
-            as its target. Decoders in several threads may share transformers models.
+            as its target (docs/serving.md, "Threads").
 
     Examples:
         >>> import torch, transformers, torch_specops
