@@ -127,9 +127,13 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     assert torch.equal(handle.result().tokens, expected[0]) and ended.result(timeout=0).finish_reason == "error"
 
 
-def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
-    """Before every bytecode with which a thread begins and ends its work, nested as in a call of `generate`."""
-    decoder_guard, left = guard.Guard(PairModel(random_table(8, seed=5)), None), 0
+def test_an_interrupt_at_any_moment_leaves_no_thread_behind_and_gradients_on() -> None:
+    """Before every bytecode with which a thread begins and ends its work, nested as in a call of `generate`, with
+    `torch.no_grad` as for a model with hooks."""
+    model, left = PairModel(random_table(8, seed=5)), 0
+    model.is_observed = True  # type: ignore[attr-defined]
+    decoder_guard = guard.Guard(model, None)
+    stream = decoder_guard.begin_stream()
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
@@ -144,7 +148,7 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
         return interrupt
 
     def work() -> None:
-        with decoder_guard.working(), decoder_guard.working():
+        with decoder_guard.working(), decoder_guard.computing(stream):
             pass
 
     before, moments = sys.gettrace(), 0
@@ -158,5 +162,5 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
             pass
         finally:
             sys.settrace(before)
-        assert in_a_thread(work) is None, f"after {moments} bytecodes"
+        assert in_a_thread(work) is None and torch.is_grad_enabled(), f"after {moments} bytecodes"
     assert moments > 200

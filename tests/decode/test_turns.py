@@ -18,9 +18,11 @@ from tiny_mtp import tiny_mtp
 from tiny_requests import alone, many
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
+from torch_specops.beam import beam_search
 from torch_specops.decode import Step
 from torch_specops.decode.batch import Batch
 from torch_specops.drafts import MTP, DraftSource, HierarchicalDraft
+from torch_specops.hf import language_model
 
 IDS, MASK = padded(PROMPTS, "left")
 OTHER_IDS = torch.tensor([[9, 8, 7, 9, 8], [4, 4, 6, 4, 4]])
@@ -132,6 +134,19 @@ def test_streams_of_decoders_that_share_a_model(shared: str) -> None:
     expected = [new_tokens(loop.generate(**call)) for loop, call in zip(loops, calls, strict=True)]
     steps = in_turns([loop.stream(**call) for loop, call in zip(loops, calls, strict=True)])
     assert [streamed(own, len(texts)) for own, texts in zip(steps, expected, strict=True)] == expected
+
+
+def test_beam_search_between_two_steps() -> None:
+    """It reads with the adapter's cache, in which the text of the stream was."""
+    target = language_model(shared_tiny("llama"))
+    loop = SpeculativeDecoder(target, sampling=GREEDY)
+    expected = new_tokens(loop.generate(OTHER_IDS, max_new_tokens=6))
+    stream = loop.stream(OTHER_IDS, max_new_tokens=6)
+    steps = [next(stream)]
+    beams = [beam_search(target, OTHER_IDS + 1, num_beams=2, max_new_tokens=3).sequences]
+    assert streamed(steps + list(stream), 2) == expected
+    beams.append(beam_search(shared_tiny("llama"), OTHER_IDS + 1, num_beams=2, max_new_tokens=3).sequences)
+    assert torch.equal(*beams)
 
 
 def test_a_vocabulary_that_grows_and_shrinks() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
+from ..decode.guard import Guard
 from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_prompts
-from ..decode.models import evaluating, look_at, mode_of
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
@@ -93,6 +93,7 @@ def beam_search(
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; a draft that is not a model; a model that cannot read a tree.
+        RuntimeError: another thread is using the same `LanguageModel`.
 
     Examples:
         >>> import torch, transformers
@@ -116,7 +117,9 @@ def beam_search(
     checks.check_numbers(length_penalty=length_penalty)
     model = _tree_model("target", as_language_model("target", target))
     draft_model = _draft_model(draft, model)
-    look_at(model, draft_model)
+    guard = Guard(model, draft_model)
+    with guard.working():
+        stream = guard.begin_stream()
 
     if inputs and reads_images(model):
         raise ValueError("inputs: beam search reads no images; expected none, and a prompt of text")
@@ -150,7 +153,8 @@ def beam_search(
 
     stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
     search = _Search(model, draft_model, scorer, width, 0 if draft_model is None else num_draft_tokens, stats)
-    with evaluating(model, draft_model), mode_of(model, draft_model)():
+    with guard.computing(stream):
+        guard.take_models(stream)
         search.run(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():

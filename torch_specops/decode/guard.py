@@ -78,7 +78,8 @@ class Guard:
         """`working`, without gradients (`mode_of`), under the stream's autocast, and on the target's device: Triton
         launches on the current device, and streams of CUDA belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with self.working(), self._mode(), on_device, _autocast(self._device, stream.autocast):
+        # The innermost is what `evaluating` restores if its exit is interrupted.
+        with self.working(), on_device, _autocast(self._device, stream.autocast), self._mode():
             yield
 
     def working(self) -> AbstractContextManager[None]:

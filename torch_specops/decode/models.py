@@ -88,14 +88,20 @@ def mode_of(*parts: object) -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def evaluating(*parts: object) -> Iterator[None]:
-    """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards.
-    A transformers model is no module here: its adapter reads a copy."""
+    """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards;
+    after an error also whether gradients are computed. A transformers model is no module here: its adapter reads a
+    copy."""
     modules = [model for model in models_of(*parts) if isinstance(model, nn.Module)]
     training = [module for own in modules for module in own.modules() if module.training]
+    has_gradients = torch.is_grad_enabled()
     try:
         try:
             _set_training(training, False)
             yield
+        except BaseException:
+            # An interrupt at the end of a block skips its innermost exit, which would compute them again.
+            torch.set_grad_enabled(has_gradients)
+            raise
         finally:
             _set_training(training, True)
     finally:
