@@ -37,7 +37,7 @@ class Stream:
 class Guard:
     """Lets one thread at a time work with a target and a draft, in evaluation mode."""
 
-    def __init__(self, target: LanguageModel, draft: DraftSource | None) -> None:
+    def __init__(self, target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
         self._parts = target, draft
         self._device = target.device
         self._mode = mode_of(target, draft)
@@ -47,7 +47,7 @@ class Guard:
         self._uses = [_use_of(model) for model in models]
         self._use = self._uses[0]
 
-    def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | None]]:
+    def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | LanguageModel | None]]:
         # Make a new guard: the shared state belongs to its process.
         return Guard, self._parts
 
