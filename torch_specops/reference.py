@@ -31,8 +31,7 @@ def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     compares them, nothing else)."""
     x = logits.double()
     z = x / min(max(temperature, 1.0 / FLOAT32_MAX), 1.0 / FLOAT32_TINY) if temperature > 0 else x
-    z = torch.where(x == math.inf, FLOAT32_MAX, z.clamp(-FLOAT32_MAX, FLOAT32_MAX))
-    return torch.where(x.isnan() | (x == -math.inf), -math.inf, z)
+    return z.clamp(-FLOAT32_MAX, FLOAT32_MAX).masked_fill(~(x > -math.inf), -math.inf)
 
 
 def comparable_logits(logits: Tensor) -> Tensor:
@@ -118,7 +117,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
     kept = x > cut
     if cut > -math.inf:
         kept |= (x == cut) & (torch.arange(len(x)) >= first)
-    return torch.where(kept, logits, -math.inf)
+    return logits.masked_fill(~kept, -math.inf)
 
 
 def _of_row(values: Tensor | float | None, r: int, default: float) -> float:

@@ -384,24 +384,26 @@ def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_help_imports_no_transformers_and_a_missing_package_is_one_line() -> None:
-    done = in_a_process("""
+def test_help_imports_no_transformers_and_nothing_but_its_own_words_is_printed(target: str, draft: str) -> None:
+    """In a process of its own: other packages log when they are first imported. Without typer, that is one line."""
+    done = in_a_process(
+        """
 import sys, torch_specops.cli
 assert 'transformers' not in sys.modules
 del sys.modules['torch_specops.cli']
-sys.modules['typer'] = None
-import torch_specops.cli
-""")
-    assert done.returncode == 2
-    assert done.stderr == "torch-specops: error: typer is missing; run: pip install 'torch_specops[hf]'\n"
-
-
-def test_nothing_but_its_own_words_is_printed(target: str, draft: str) -> None:
-    """In a process of its own: other packages log when they are first imported."""
-    done = in_a_process(
-        "from torch_specops.cli import main; main()",
+typer, sys.modules['typer'] = sys.modules['typer'], None
+try:
+    import torch_specops.cli
+except SystemExit as end:
+    assert end.code == 2
+    print(file=sys.stderr)
+sys.modules['typer'] = typer
+from torch_specops.cli import main
+main()
+""",
         *("bench", "--target", target, "--draft", draft, "--prompt", TEXT, "--max-new-tokens", "4"),
         *("--rounds", "1", "--batch-sizes", "1"),
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    missing = "torch-specops: error: typer is missing; run: pip install 'torch_specops[hf]'\n\n"
+    assert (done.returncode, done.stderr) == (0, missing)
     assert done.stdout.startswith(f"target {target}")

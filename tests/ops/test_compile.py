@@ -24,7 +24,8 @@ def assert_one_graph() -> None:
     assert not counters["graph_break"]
 
 
-QUICK = ("verify_exact", "verify_gumbel")
+# `test_one_graph_for_every_batch` compiles verify_exact.
+QUICK = ("verify_gumbel",)
 SLOW = [(op, "inductor", False) for op in OPS if op != "filter_logits"]
 SLOW += [(op, "inductor", True) for op in ("filter_logits", "verify_exact", "sample")]
 SLOW += [(op, "aot_eager", False) for op in OPS if op not in (*QUICK, "filter_logits")]

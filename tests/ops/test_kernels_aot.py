@@ -7,6 +7,7 @@ import ast
 import re
 
 import pytest
+from marks import slow
 
 triton = pytest.importorskip("triton")
 
@@ -49,7 +50,7 @@ def test_no_register_spills_and_all_lanes_have_the_same_sums(target: str, first:
 
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100"))])
 @pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats", "filter.group", "filter.mask"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: str, dtype: str) -> None:
     """Eager builds, which know nothing of vocabularies, strides and addresses."""
     size = 4 if dtype == "fp32" else 2
@@ -82,7 +83,9 @@ def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
     assert len(stores) - share <= aot.TILES[0] // (launch.num_warps(aot.TILES[0]) * 32)
 
 
-@pytest.mark.parametrize("kernel", ["verify_exact.stats", "verify_exact.draw", "sample.stats", "verify_gumbel.score"])
+@pytest.mark.parametrize(
+    "kernel", [slow("verify_exact.stats"), "verify_exact.draw", slow("sample.stats"), "verify_gumbel.score"]
+)
 def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     """A row that is masked by its bounds is loaded as wide as one that is not."""
     wide = []
