@@ -32,10 +32,10 @@ def op_nodes(program: torch.export.ExportedProgram) -> list[str]:
 
 @pytest.mark.parametrize(
     ("op", "filtered", "strict"),
-    # Strict export traces with Dynamo, as `test_compile.py` does every op; one is enough here.
+    # Strict export traces with Dynamo, as `test_compile.py` does every op.
     [
         *(slow(op, True, False) for op in OPS if op != "verify_gumbel"),
-        ("verify_exact", False, True),
+        slow("verify_exact", False, True),
         ("verify_gumbel", True, False),
     ],
 )

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from torch import Tensor
 
 from torch_specops.testing import LawTest, MarkovModel, chi_square, markov_pair, statistics
@@ -65,7 +66,7 @@ def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[tu
     return results
 
 
-@pytest.mark.parametrize("trials", [2000, 40_000])
+@pytest.mark.parametrize("trials", [2000, slow(40_000)])
 def test_a_right_loop_has_uniform_p_values_and_the_noise_of_the_report(trials: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     repetitions = 1000
@@ -80,7 +81,7 @@ def test_a_right_loop_has_uniform_p_values_and_the_noise_of_the_report(trials: i
         assert abs(float((distances - by_chance).mean())) < 4 * float(distances.std()) / math.sqrt(repetitions)
 
 
-@pytest.mark.parametrize("index", [0, 2, 3])
+@pytest.mark.parametrize("index", [0, slow(2), 3])
 def test_a_visible_bias_is_seen_as_often_as_said(index: int) -> None:
     """At the effect that the report calls visible, and at smaller ones by the noncentral law."""
     trials, repetitions = 40_000, 250
