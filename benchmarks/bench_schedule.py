@@ -74,8 +74,11 @@ class Watched(Schedule):
         self.steps.append(step)
 
     def begin(self) -> Watched:
-        self.schedule = self.schedule.begin()
+        self.reset()
         return self
+
+    def reset(self) -> None:
+        self.schedule.reset()
 
 
 def tokens_read(step: PastStep) -> int:

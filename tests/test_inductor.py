@@ -67,8 +67,7 @@ DRAWING_OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
 NARROW = (torch.bfloat16, torch.float16)
 
 
-# The arguments of verify_block are those of verify_exact.
-@pytest.mark.parametrize("op", [slow(op) if op == "verify_block" else op for op in DRAWING_OPS])
+@pytest.mark.parametrize("op", DRAWING_OPS)
 @pytest.mark.parametrize("dynamic", [slow(False), True])
 def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
     more: dict[str, Any] = {"alpha": -4.0, "beta": 3.0} if op == "verify_sigmoid" else FILTERS

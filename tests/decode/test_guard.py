@@ -89,6 +89,7 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     decoder = SpeculativeDecoder(model, sampling=GREEDY)
     # A decoder of another kind with the same target, which has one cache.
     other = SpeculativeDecoder(model, PromptLookup())
+    drafting = SpeculativeDecoder(PairModel(model.table), model, sampling=GREEDY)
     expected = decoder.generate(SHORT, max_new_tokens=6).sequences
     old = decoder.stream(SHORT, max_new_tokens=6)
     next(old)
@@ -98,6 +99,7 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
         lambda: decoder.generate(SHORT, max_new_tokens=6),
         lambda: decoder.stream(SHORT, max_new_tokens=6),
         lambda: other.generate(SHORT),
+        lambda: drafting.generate(SHORT),
         decoder.output,
         session.step,
     )
@@ -127,13 +129,15 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     assert torch.equal(handle.result().tokens, expected[0]) and ended.result(timeout=0).finish_reason == "error"
 
 
-def test_an_interrupt_at_any_moment_leaves_no_thread_behind_and_gradients_on() -> None:
-    """Before every bytecode with which a thread begins and ends its work, nested as in a call of `generate`, with
-    `torch.no_grad` as for a model with hooks."""
+@pytest.mark.parametrize("is_observed", [True, False])
+def test_an_interrupt_at_any_moment_leaves_no_thread_behind_and_no_mode(is_observed: bool) -> None:
+    """Before every bytecode with which a thread begins and ends its work, nested as in a call of `generate`: with
+    `torch.no_grad` as for a model with hooks, or in a stream that began under autocast."""
     model, left = PairModel(random_table(8, seed=5)), 0
-    model.is_observed = True  # type: ignore[attr-defined]
+    model.is_observed = is_observed  # type: ignore[attr-defined]
     decoder_guard = guard.Guard(model, None)
-    stream = decoder_guard.begin_stream()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not is_observed):
+        stream = decoder_guard.begin_stream()
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
@@ -162,5 +166,7 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind_and_gradients_on() -
             pass
         finally:
             sys.settrace(before)
-        assert in_a_thread(work) is None and torch.is_grad_enabled(), f"after {moments} bytecodes"
+        assert in_a_thread(work) is None, f"after {moments} bytecodes"
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), f"after {moments} bytecodes"
+        assert not torch.is_autocast_enabled("cpu"), f"after {moments} bytecodes"
     assert moments > 200

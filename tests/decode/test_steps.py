@@ -38,7 +38,8 @@ from torch_specops.schedules import Heuristic, NextStep
 def test_a_custom_schedule_is_followed_and_told() -> None:
     schedule, limits = Pauses(), [20, 3, 12]
     schedule.learn = mock.Mock(wraps=schedule.learn)  # type: ignore[method-assign]
-    schedule.begin = mock.Mock(wraps=schedule.begin)  # type: ignore[method-assign]
+    schedule.reset()
+    schedule.begin = mock.Mock(return_value=schedule)  # type: ignore[method-assign]
     steps, output = steps_of("perturbed", 2, schedule=schedule, max_new_tokens=limits)
     assert new_tokens(output) == limited(expected_rows(), limits)
     assert [max(step.num_proposed) for step in steps][:12] == [0, 0, 3] * 4

@@ -181,9 +181,8 @@ class Given(Schedule):
     def learn(self, step: PastStep) -> None:
         self._place = (self._place + 1) % len(self._counts)
 
-    def begin(self) -> Given:
+    def reset(self) -> None:
         self._place = 0
-        return self
 
 
 class EachItsOwn(Given):

@@ -93,7 +93,7 @@ def beam_search(
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; a draft that is not a model; a model that cannot read a tree.
-        RuntimeError: another thread is using the same `LanguageModel`.
+        RuntimeError: another thread is using the same `LanguageModel` as a target or a draft.
 
     Examples:
         >>> import torch, transformers

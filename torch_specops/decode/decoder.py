@@ -119,7 +119,7 @@ class SpeculativeDecoder:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's.
         RuntimeError: from any method, while another thread uses this decoder, or another with the same `LanguageModel`
-            as its target (docs/serving.md, "Threads").
+            as its target or draft (docs/serving.md, "Threads").
 
     Examples:
         >>> import torch, transformers, torch_specops

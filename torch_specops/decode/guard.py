@@ -1,4 +1,4 @@
-"""Keeps a target in one thread at a time, and tells streams apart that take turns with its models."""
+"""Keeps a model in one thread at a time, and tells streams apart that take turns with its models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .models import evaluating, look_at, mode_of, models_of
 
 Autocast = torch.dtype | None
 
-# Shared by all decoders of a model, because it has one cache: of a target the "thread" at work, of any model the
-# "stream" whose texts it has read. A transformers model gets an adapter, and with it a cache, for each decoder.
+# Shared by all decoders of a model, because it has one cache: the "thread" at work, and the "stream" whose texts it has
+# read. A transformers model gets an adapter, and with it a cache, for each decoder.
 _uses: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 _uses_lock = threading.Lock()
 
@@ -45,7 +45,6 @@ class Guard:
         parts = (part for part in models_of(draft) if not isinstance(part, DraftSource) or part.feature_layers)
         models = [target, *parts]
         self._uses = [_use_of(model) for model in models]
-        self._use = self._uses[0]
 
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | LanguageModel | None]]:
         # Make a new guard: the shared state belongs to its process.
@@ -78,8 +77,7 @@ class Guard:
         """`working`, without gradients (`mode_of`), under the stream's autocast, and on the target's device: Triton
         launches on the current device, and streams of CUDA belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        # The innermost is what `evaluating` restores if its exit is interrupted.
-        with self.working(), on_device, _autocast(self._device, stream.autocast), self._mode():
+        with self.working(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield
 
     def working(self) -> AbstractContextManager[None]:
@@ -88,30 +86,34 @@ class Guard:
         Raises:
             RuntimeError: when it is entered, if another thread is at work.
         """
-        return nullcontext() if self._use.get("thread") == threading.get_ident() else self._working()
+        thread = threading.get_ident()
+        # A call inside a call may use further models.
+        free = [use for use in self._uses if use.get("thread") != thread]
+        return self._working(free, thread) if free else nullcontext()
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        use, thread = self._use, threading.get_ident()
+    def _working(self, uses: list[dict[str, Any]], thread: int) -> Iterator[None]:
         try:
             try:
                 # Atomic: of several threads the first is stored.
-                if use.setdefault("thread", thread) != thread:
+                if any(use.setdefault("thread", thread) != thread for use in uses):
                     raise RuntimeError(
-                        "SpeculativeDecoder: another thread is using this decoder or its target, which has one state; "
-                        "make a decoder for each thread (they may share transformers models)"
+                        "SpeculativeDecoder: another thread is using this decoder or its target or draft, which have "
+                        "one state; make a decoder for each thread (they may share transformers models)"
                     )
                 with evaluating(*self._parts):
                     yield
             finally:
-                self._release(thread)
+                _release(uses, thread)
         finally:
             # Once more, because an interrupt may have come in between.
-            self._release(thread)
+            _release(uses, thread)
 
-    def _release(self, thread: int) -> None:
-        if self._use.get("thread") == thread:
-            del self._use["thread"]
+
+def _release(uses: list[dict[str, Any]], thread: int) -> None:
+    for use in uses:
+        if use.get("thread") == thread:
+            del use["thread"]
 
 
 def _use_of(model: object) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def custom_generate(
         predictions = Predictions(logits_processor, input_ids, generation_config)
     stops = read_criteria(stopping_criteria, predictions)
     mask = _prompt_mask(model, input_ids, model_kwargs)
-    if mask is None or bool((mask != 0).all()):
+    if mask is None or bool((mask == 1).all()):
         # transformers drops a mask without a zero, or makes one (5.17). Who gave one forgot no padding.
         mask = torch.ones_like(input_ids) if has_mask else None
     pad = getattr(generation_config, "_pad_token_tensor", None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 
 from ..checks import check_int
@@ -75,18 +74,9 @@ class Auto(Schedule):
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(3.5, 5.0)
-        self.forget_texts()
+        self.reset()
 
-    def begin(self) -> Auto:
-        # All else is shared.
-        own = copy(self)
-        own.forget_texts()
-        for costs in self._costs.values():
-            costs.begin()
-        return own
-
-    def forget_texts(self) -> None:
-        """Forget what was learned of single texts, and what drafts have gained."""
+    def reset(self) -> None:
         self._account = self._elapsed = 0.0
         self._num_undrafted = 0
         # The texts for which drafts that are not known did not pay when they were last planned.
@@ -94,6 +84,8 @@ class Auto(Schedule):
         self._texts: dict[int, _Share] = {}
         self._rates: dict[int, float] = {}
         self._saved: dict[int, float] = {}
+        for costs in self._costs.values():
+            costs.begin()
 
     def plan(self, step: NextStep) -> list[int]:
         counts = self._counts(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 # Each value needs a compiled graph of its own, so there are few, and they are dense where one draft matters most.
@@ -92,9 +93,15 @@ class Schedule(ABC):
         """Called once per step. A loop that never waits reports each step one step late."""
 
     @abstractmethod
+    def reset(self) -> None:
+        """Forget what belongs to single texts. Called when a batch begins."""
+
     def begin(self) -> Schedule:
-        """The schedule of a batch that begins; `plan` and `learn` are called on it alone. Batches of a decoder may take
-        turns: `self`, if a batch may go by the steps of others."""
+        """The schedule of a batch that begins: a shallow copy after `reset`, because batches may take turns. What it
+        changes in place holds for the others too, and what it assigns does not."""
+        own = copy(self)
+        own.reset()
+        return own
 
 
 def buckets_up_to(maximum: int) -> tuple[int, ...]:

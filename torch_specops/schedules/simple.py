@@ -28,8 +28,8 @@ class Constant(Schedule):
     def learn(self, step: PastStep) -> None:
         pass
 
-    def begin(self) -> Constant:
-        return self
+    def reset(self) -> None:
+        pass
 
 
 class Heuristic(Schedule):
@@ -62,5 +62,5 @@ class Heuristic(Schedule):
             change = 2 if list(step.proposed) == list(step.accepted) else -1
             self._value = min(max(self._value + change, 1), self.maximum)
 
-    def begin(self) -> Heuristic:
-        return type(self)(self._start, self.maximum)
+    def reset(self) -> None:
+        self._value = self._start
