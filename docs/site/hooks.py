@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def content(path: Path) -> str:
-    """The page of a file; that of a script has what it does, what it prints, and its source."""
+    """The page of a file; a script's has what it does, what it prints, and its source."""
     if path.is_dir():
         return examples_list()
     source = path.read_text()

@@ -140,7 +140,7 @@ class Session:
             The completions of the requests that have ended since the last call.
 
         Raises:
-            RuntimeError: another thread is using the decoder or its target; nothing has changed.
+            RuntimeError: another thread is using the decoder, its target or its draft; nothing has changed.
             Exception: of a model; it ends all requests and closes the session.
         """
         with self._stepping:
