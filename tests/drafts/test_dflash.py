@@ -172,7 +172,8 @@ def test_drafts_follow_processors() -> None:
         # The block, the verification.
         (False, 2),
         pytest.param(
-            *(True, 1),
+            True,
+            1,
             marks=[pytest.mark.slow, pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")],
         ),
     ],

@@ -273,26 +273,22 @@ def empty_arguments(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    rows = {"temperature": empty(batch)} if "temperature" in options else {}
-    if "filters" in options:
-        rows |= {"top_k": empty(batch, dtype=torch.int64), "top_p": empty(batch), "min_p": empty(batch)}
-    if op.endswith("gumbel"):
-        rows = {name: empty(batch, dtype=torch.int64) for name in ("seeds", "positions")} | rows
-    if op not in VERIFY_OPS:
-        uniforms = {"uniforms": empty(batch)} if op == "sample" else {}
-        return {"logits": empty(batch, vocab_size, dtype=dtype), **uniforms, **rows}
-    drafts = {
+    is_one_hot = "one-hot" in options
+    every = {
+        "logits": empty(batch, vocab_size, dtype=dtype),
+        "uniforms": empty(batch),
         "target_logits": empty(batch, num_drafts + 1, vocab_size, dtype=dtype),
         "draft_tokens": empty(batch, num_drafts, dtype=torch.int64),
-    }
-    draft_logits = None if "one-hot" in options else empty(batch, num_drafts, vocab_size, dtype=torch.bfloat16)
-    every = {
-        **drafts,
-        "draft_logits": draft_logits,
+        "draft_logits": None if is_one_hot else empty(batch, num_drafts, vocab_size, dtype=torch.bfloat16),
         "accept_uniforms": empty(batch, num_drafts),
         "sample_uniforms": empty(batch),
-        **rows,
-        **({"draft_lse": empty(batch, num_drafts)} if "draft_lse" in options else {}),
+        **{name: empty(batch, dtype=torch.int64) for name in ("seeds", "positions")},
     }
+    if "temperature" in options:
+        every["temperature"] = empty(batch)
+    if "filters" in options:
+        every |= {"top_k": empty(batch, dtype=torch.int64), "top_p": empty(batch), "min_p": empty(batch)}
+    if "draft_lse" in options:
+        every["draft_lse"] = empty(batch, num_drafts)
     names = {argument.name for argument in getattr(torch.ops.specops, op).default._schema.arguments}
     return {name: value for name, value in every.items() if name in names}

@@ -119,7 +119,7 @@ def beam_search(
     draft_model = _draft_model(draft, model)
     guard = Guard(model, draft_model)
     with guard.working():
-        stream = guard.begin_stream()
+        guard.look()
 
     if inputs and reads_images(model):
         raise ValueError("inputs: beam search reads no images; expected none, and a prompt of text")
@@ -153,8 +153,7 @@ def beam_search(
 
     stats = GenerationStats(seeds=[], compiled="eager: beam search is not compiled")
     search = _Search(model, draft_model, scorer, width, 0 if draft_model is None else num_draft_tokens, stats)
-    with guard.computing(stream):
-        guard.take_models(stream)
+    with guard.working(), guard.computing(guard.begin_stream()):
         search.run(state.tokens.to(model.device), state.lengths.to(model.device), inputs)
     output = _output(search, prompts, num_return_sequences)
     for row, error in output.errors.items():

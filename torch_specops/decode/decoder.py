@@ -356,6 +356,7 @@ class SpeculativeDecoder:
     ) -> tuple[Batch, Stream]:
         """Check a call, and read its prompts."""
         with self._guard.working():
+            self._guard.look()
             stream = self._guard.begin_stream()
             with self._guard.computing(stream):
                 prompts = read_prompts(

@@ -51,8 +51,7 @@ class Guard:
         return Guard, self._parts
 
     def begin_stream(self) -> Stream:
-        """Look at the models, and begin a stream or a session. Called while this thread is at work."""
-        self.look()
+        """Begin a stream or a session with models that were looked at. Called while this thread is at work."""
         stream = Stream(autocast_of(self._device))
         self.take_models(stream)
         return stream

@@ -99,7 +99,7 @@ def evaluating(*parts: object) -> Iterator[None]:
             _set_training(training, False)
             yield
         except BaseException:
-            # An interrupt at the end of a block skips its innermost exit, which would compute them again.
+            # An interrupt may have come before `torch.no_grad` had ended.
             torch.set_grad_enabled(has_gradients)
             raise
         finally:

@@ -83,6 +83,7 @@ class Session:
         self._has_failed = False
         self._batch: Batch | None = None
         with guard.working():
+            guard.look()
             self._stream = guard.begin_stream()
             self._begin_rows()
 

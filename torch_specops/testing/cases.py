@@ -115,10 +115,8 @@ def arguments_of(op: str, generator: torch.Generator, vocab_size: int, options: 
     else:
         # The first rows of a verify case.
         verify = _verify_arguments(generator, vocab_size, **options | {"num_drafts": 1})
-        args = {"logits": verify["target_logits"][:, 0].contiguous()}
-        args |= {"uniforms": verify["sample_uniforms"]} if op == "sample" else {}
-        args |= _noise_arguments(generator, verify) if op == "sample_gumbel" else {}
-        args |= {key: verify[key] for key in ROWS if key in verify}
+        args = {"logits": verify["target_logits"][:, 0].contiguous(), "uniforms": verify["sample_uniforms"]}
+        args |= _noise_arguments(generator, verify) | {key: verify[key] for key in ROWS if key in verify}
     if op == "verify_sigmoid":
         scale = SCALES[int(torch.randint(len(SCALES), (), generator=generator))] if scale is None else scale
         args |= dict(zip(("alpha", "beta"), scale, strict=False))
