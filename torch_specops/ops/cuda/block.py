@@ -271,9 +271,8 @@ def draw_kernel(
             if reach > 0:
                 p_shift, p_weight, q_shift, q_weight = load_state(state_ptr + row * 4)
                 state = (p_shift, p_weight * reach.to(tl.float32), q_shift, q_weight)
-                sum_residual(
-                    b, i, first_tile, tiles_per_program, mass_ptr, row, target, draft, sizes, inverse_t, state, TILE
-                )
+                masses = mass_ptr + row * num_tiles * 2
+                sum_residual(b, i, first_tile, tiles_per_program, masses, target, draft, sizes, inverse_t, state, TILE)
 
     if is_last_program(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
         # Reload n to save a register.

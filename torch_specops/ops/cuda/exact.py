@@ -216,6 +216,7 @@ def draw_kernel(
         tl.store(num_accepted_ptr + b, n)
         store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K)
 
+    mass_ptr += b * num_tiles * 2
     state_ptr += b * 4
     if temperature > 0:
         p_shift, p_sum = row_stats(partial_ptr, b * rows_per_sequence + n, num_tiles, BLOCK_T)
@@ -228,7 +229,7 @@ def draw_kernel(
             if first_tile == 0:
                 store_pair(state_ptr + 2, q_shift, q_weight)
             state = (p_shift, p_weight, q_shift, q_weight)
-            sum_residual(b, n, first_tile, tiles_per_program, mass_ptr, b, target, draft, sizes, inverse_t, state, TILE)
+            sum_residual(b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE)
 
     if is_last_program(count_ptr + b, tl.num_programs(1)):
         # Reload these to save registers: values loaded before the branch would occupy them until here.
@@ -243,7 +244,7 @@ def draw_kernel(
                 tl.load(sample_uniforms_ptr + b),
                 b,
                 n,
-                mass_ptr + b * num_tiles * 2,
+                mass_ptr,
                 n < num_valid,
                 partial_ptr,
                 target,

@@ -96,7 +96,7 @@ def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TIL
 
 @triton.jit
 def sum_residual(
-    b, n, first_tile, tiles_per_program, mass_ptr, mass_row, target, draft, sizes, inverse_t, state, TILE: tl.constexpr
+    b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE: tl.constexpr
 ):
     """Store what the residual of rows n of sequence b weighs in each of a program's tiles, and whether p and q differ
     there."""
@@ -113,7 +113,7 @@ def sum_residual(
         z_p = scale_in_row(x_p, inverse_t, p_shift)
         p = exponential(z_p - p_shift) * p_weight
         weight, differs = subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TILE)
-        store_pair(mass_ptr + (mass_row * num_tiles + tile) * 2, tl.sum(weight, 0), differs)
+        store_pair(mass_ptr + tile * 2, tl.sum(weight, 0), differs)
 
 
 @triton.jit
