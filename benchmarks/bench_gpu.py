@@ -1,4 +1,4 @@
-"""Runs every measurement for a GPU, in three calls of at most nine minutes.
+"""Runs every measurement for a GPU, in four calls of at most nine minutes.
 
     python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH]
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
@@ -38,7 +38,7 @@ ROOT = HERE.parent
 TAIL_LINES = 30
 REHEARSED_SECONDS = 200
 INTERRUPTED_SECONDS = 5
-CALLS = (1, 2, 3)
+CALLS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ GRID = f"{VERIFY} --kind sampled --vocab 128256"
 KINDS = "one-hot greedy gumbel"
 FILTERS = "top-k top-p min-p --vocab 128256 --batch 1 64"
 VOCABULARIES = "--kind sampled --vocab 256000 32000 50256 50257 51864 51865 151936"
+SAMPLED = "--device cuda --dtype bfloat16 --vocab 32000 128256 --rounds 40"
+CACHES = "--device cuda --batch 1 8 16 --slots 2048"
 TINY = "--batch 1 --vocab 40 --num-draft-tokens 1 --rounds 2"
 TINY_LOOP = (
     "--target tiny --draft tiny --vocab 40 --batch 1 --num-draft-tokens 1 --prompt 4 --new-tokens 8 --max-length 32"
@@ -92,7 +94,6 @@ STEPS = (
     # Of the ops alone: the tests of graphs and of the loop capture, and nothing can be captured without the cache.
     Step("memcheck", 2, 90, "memcheck -m 'gpu and smoke' -k gpu_ops -q", None),
     Step("racecheck", 2, 60, "racecheck -m 'gpu and smoke' -k gpu_ops -q", None),
-    Step("loop-compiled", 3, 180, "bench_loop.py --batch 1", None),
     # In the interpreter the other two filters take minutes.
     Step("filters", 3, 65, f"{VERIFY} --kind {FILTERS} --acceptance 0.6 --rounds 20", f"{TINY} --kind min-p"),
     Step("vocabularies", 3, 60, f"{VERIFY} {VOCABULARIES} --batch 1 64 --acceptance 1.0 --rounds 30", None),
@@ -100,6 +101,9 @@ STEPS = (
     Step("drafts", 3, 60, f"{GRID} --batch 1 64 --num-draft-tokens 1 3 8 15 --acceptance 0.6", None),
     Step("warm", 3, 45, f"{GRID} --batch 1 8 --cache warm --acceptance 0.6", f"{TINY} --kind greedy"),
     Step("compiled", 3, 80, f"{COMPILED} --vocab 128256 --batch 1 64 --acceptance 0.6 --rounds 20", None),
+    Step("sample", 3, 30, f"bench_sample.py {SAMPLED}", "--batch 1 --vocab 40 --rounds 2"),
+    Step("attention", 3, 150, f"bench_attention.py {CACHES}", "--batch 1 --slots 64 --layers 1 --rounds 2 --no-flex"),
+    Step("loop-compiled", 4, 420, "bench_loop.py --batch 1", None),
 )
 
 # What the stand-in for CUDA cannot execute, by name.
@@ -107,6 +111,7 @@ NOT_REHEARSED = {
     "GPU tests": "rehearsed by TORCH_SPECOPS_CUDA_STAND_IN=1 pytest -m gpu; here they are only collected",
     "machine code": "Triton's, ptxas' and the GPU's own: kernels run in Triton's interpreter",
     "Inductor on CUDA": "torch.compile returns the function as it is",
+    "FlexAttention": "its masks are vmapped",
     "kernels of FlashInfer and vLLM": "functions of the same signatures stand in",
     "compute-sanitizer": "runs on a GPU alone",
     "profiles": "one kernel stands for everything",

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_specops.ops import cuda
-from torch_specops.ops.cuda import accept, attention, exact, launch, sample, stats
+from torch_specops.ops.cuda import accept, attention, exact, launch, sample, stats, uniforms
 from torch_specops.ops.cuda.filter import bounds, groups, search
 
 TARGETS = {
@@ -41,7 +41,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 # Where the first part of a kernel's name is not "verify_" and its module.
-PREFIXES = {"stats": "verify_exact", "sample": "sample", "filter": "filter", "attention": "attend"}
+PREFIXES = {"stats": "verify_exact", "attention": "attend"} | {name: name for name in ("sample", "filter", "uniforms")}
 
 
 def kernels() -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     types |= dict.fromkeys(("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"), numbers)
     flags = {"HAS_TEMPERATURE": True, "UNIT_STRIDE": True}
     flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
-    constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64}
+    constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64, "LANES": uniforms.LANES}
     constants |= {key: value for key, value in option.items() if key in constants}
     constants["GROUP"], constants["PART"] = bounds.GROUP, bounds.GROUP // bounds.PARTS
     constants["PART_SHIFT"] = (constants["PART"] // 8).bit_length() - 1 + (target_dtype == "fp32")
@@ -251,6 +251,7 @@ def compile_kernel(
     fixed = {
         attention.attend_kernel: lambda: attention.ATTEND_WARPS,
         attention.join_kernel: lambda: attention.join_warps(constants["PARTS"], constants["BLOCK_D"]),
+        uniforms.numbers_kernel: lambda: uniforms.WARPS,
         search.cut_kernel: lambda: bounds.cut_warps(constants["BLOCK_G"], constants.get("stride_v", 0) is None),
     }
     # A kernel without tiles holds partials.

@@ -81,12 +81,14 @@ def test_the_page_has_the_memory_of_the_launcher(page: str) -> None:
         assert share == f"{100 * rounded / (batch * 11 * 128_256 * 2):.2f} %" and share in page
 
 
-def measured_cell(name: str, provider: str = "specops eager", mode: str = "replay", **where: Any) -> dict[str, Any]:
+def record_of(name: str, **where: Any) -> dict[str, Any]:
     (result,) = RESULTS.glob(f"*-h100-{name}.json")
-    records = json.loads(result.read_text())["records"]
-    wanted = where | {"provider": provider, "mode": mode}
-    (found,) = (record for record in records if wanted.items() <= record.items())
+    (found,) = (each for each in json.loads(result.read_text())["records"] if where.items() <= each.items())
     return found
+
+
+def measured_cell(name: str, provider: str = "specops eager", mode: str = "replay", **where: Any) -> dict[str, Any]:
+    return record_of(name, provider=provider, mode=mode, **where)
 
 
 def microseconds(name: str, provider: str = "specops eager", mode: str = "replay", **where: Any) -> float:
@@ -186,5 +188,27 @@ def test_the_page_has_the_times_of_other_dtypes_and_ops(page: str) -> None:
         last = f"compiled: {softmax}" if ours == "compiled" else softmax
         middle = times[1:-1] or [""]
         assert table_row([name, times[0], *middle, times[-1], last]).replace("|  |", "| |") in page
-    before, now = (microseconds(step, kind="one-hot", batch=64) for step in ("kernels-before", "kernels"))
-    assert f"took {now:.0f} us, and {before:.0f} before" in page
+    turns = ("one-hot-1-before", "one-hot-2-now", "one-hot-3-before", "one-hot-4-now")
+    before, now, before_again, now_again = (microseconds(step, kind="one-hot", batch=64) for step in turns)
+    assert f"took {now:.1f} and {now_again:.1f} us, and {before:.1f} and {before_again:.1f} with" in page
+
+
+def test_the_page_has_the_times_of_sample_and_attend(page: str) -> None:
+    def row(name: str, step: str, key: str, places: list[dict[str, Any]], **where: Any) -> str:
+        times = [record_of(step, **where, **place)[key] for place in places]
+        return table_row([name, *(f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in times)])
+
+    sizes = [{"batch": batch, "vocab": vocab} for vocab in (32_000, 128_256) for batch in (1, 64)]
+    calls = {"`sample`": "sample", "softmax and race": "race", "`sample`, greedy": "sample, greedy", "argmax": "argmax"}
+    for name, call in calls.items():
+        assert row(name, "sample", f"{call} replay_median_us", sizes) in page
+    caches = [{"batch": batch, "queries": queries} for batch in (1, 8) for queries in (1, 6)]
+    providers = {
+        "`attend`": "spans",
+        "compiled FlexAttention": "flex",
+        "the package's under a mask": "grouped sdpa",
+        'transformers\' "sdpa" under a mask': "sdpa",
+    }
+    for name, provider in providers.items():
+        last = row("", "attention-16", "median_us", [{"batch": 16}], provider=provider).removeprefix("|  ")
+        assert row(name, "attention", "median_us", caches, provider=provider).removesuffix("|\n") + last in page

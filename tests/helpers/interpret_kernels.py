@@ -6,6 +6,7 @@ words between tabs, and answers each with a line of JSON, {"found": ..} or {"err
     attention
     reads
     hashes
+    numbers
     printf 'ops\\tsample\\tk3,bf16\\t32\\t67\\n' | TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py
 KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
 with commas between; after "three rows of " each case has no more of them.
@@ -33,7 +34,8 @@ from torch import Tensor
 
 from torch_specops import testing
 from torch_specops.ops.arguments import Filters, GumbelArguments, VerifyArguments
-from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, sample, stats
+from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, sample, stats, uniforms
+from torch_specops.ops.uniforms import STREAMS
 
 FILTERS = {"top_k", "top_p", "min_p"}
 THREE_ROWS = "three rows of "
@@ -195,12 +197,27 @@ def hashes() -> list[list[int]]:
     return output.tolist()
 
 
+def numbers() -> dict[str, list[list[float]]]:
+    """At `NOISE_PLACES`: of every stream, by one program and by several, and of a step."""
+    seeds, positions = torch.tensor(op_cases.NOISE_PLACES).T
+    found = {
+        f"{stream} {n}": uniforms.numbers(seeds, positions, n, index)
+        for stream, index in STREAMS.items()
+        for n in (1, 70)
+    }
+    accept, last = STREAMS["accept"], STREAMS["sample"]
+    found |= {f"step {n}": uniforms.numbers(seeds, positions, n, accept, last) for n in (0, 6)}
+    return {call: output.tolist() for call, output in found.items()}
+
+
 def answer(command: str, *rest: str) -> dict[str, Any]:
     try:
         if command == "ops":
             op, kind, tile, *vocab_sizes = rest
             return {"found": compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])}
-        return {"found": {"attention": compare_attention, "reads": reads, "hashes": hashes}[command]()}
+        return {
+            "found": {"attention": compare_attention, "reads": reads, "hashes": hashes, "numbers": numbers}[command]()
+        }
     except Exception:
         return {"error": traceback.format_exc()}
 

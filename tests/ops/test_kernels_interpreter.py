@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attention_cases import CASES
 from op_cases import NOISE_PLACES, QUICK_RUNS, SLOW_RUNS
 
+import torch_specops
 from torch_specops import reference
+from torch_specops.ops.uniforms import STREAMS, step_uniforms
 
 pytest.importorskip("triton")
 
@@ -59,6 +63,16 @@ def test_kernels_agree_with_the_oracle(
 
 def test_the_hash_of_the_noise_is_the_oracles(interpret: Interpret) -> None:
     assert interpret("hashes") == [reference.noise_hash(*place, 64).tolist() for place in NOISE_PLACES]
+
+
+def test_the_numbers_are_those_of_a_cpu(interpret: Interpret) -> None:
+    seeds, positions = torch.tensor(NOISE_PLACES).T
+    found = interpret("numbers")
+    assert len(found) == 2 * len(STREAMS) + 2
+    for call, numbers in found.items():
+        stream, n = call.split()
+        on_cpu = step_uniforms if stream == "step" else partial(torch_specops.uniforms, stream=stream)
+        assert numbers == on_cpu(seeds, positions, int(n)).tolist(), call
 
 
 @pytest.mark.slow

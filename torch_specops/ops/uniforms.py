@@ -87,6 +87,10 @@ def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Te
 @register_op(uniforms, is_opaque=lambda **_: True)
 def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     _check(seeds, positions, n)
+    if seeds.device.type == "cuda":
+        from .cuda.uniforms import numbers as launch
+
+        return launch(seeds, positions, n, STREAMS[stream])
     if is_eager_cpu(seeds, positions):
         numbers = _blocks(seeds, positions, [(block, STREAMS[stream]) for block in range(-(-n // 4))])
         return numbers[:, :n].contiguous()
@@ -96,6 +100,10 @@ def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
 @register_op(step_uniforms, is_opaque=lambda **_: True)
 def _step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
+    if seeds.device.type == "cuda":
+        from .cuda.uniforms import numbers as launch
+
+        return launch(seeds, positions, num_draft_tokens, STREAMS["accept"], STREAMS["sample"])
     if is_eager_cpu(seeds, positions):
         accept_blocks = [(block, STREAMS["accept"]) for block in range(-(-num_draft_tokens // 4))]
         numbers = _blocks(seeds, positions, [*accept_blocks, (0, STREAMS["sample"])])

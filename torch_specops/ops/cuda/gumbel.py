@@ -31,6 +31,7 @@ from .tiles import (
     tile_argmax,
     tile_tokens,
 )
+from .uniforms import philox
 
 # The stream of `uniforms.py` that the keys are from.
 NOISE = tl.constexpr(4)
@@ -44,11 +45,8 @@ LARGEST_IN_SERIES = tl.constexpr(0.0625)
 
 @triton.jit
 def noise_keys(seeds_ptr, positions_ptr, b, i):
-    """The two keys of the noise at position i of sequence b: Philox 4x32-10, as in `uniforms.py`."""
-    position = tl.load(positions_ptr + b) + i
-    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    zero = low ^ low
-    key_0, key_1, _, _ = tl.philox(tl.load(seeds_ptr + b), zero, zero + NOISE, low, high)
+    """The two keys of the noise at position i of sequence b."""
+    key_0, key_1, _, _ = philox(tl.load(seeds_ptr + b), tl.load(positions_ptr + b) + i, 0, NOISE)
     return key_0, key_1
 
 
