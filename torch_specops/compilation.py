@@ -42,7 +42,7 @@ def choice(
         return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
         # Text without a match has no drafts, and an eager forward takes the time of the tokens it reads.
-        return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled one always K"
+        return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled step always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
         return True, f"compiled: {pays}"

@@ -227,7 +227,7 @@ def test_one_grammar_is_for_one_text() -> None:
     assert not wrong, wrong
 
 
-USED = "grammar: it is the state of one text, and another text has used it; make a new one for every row and call"
+USED = "grammar: it is the state of one text, and another text has used it; make a new grammar for every row and call"
 
 
 @dataclass

@@ -188,7 +188,7 @@ def test_a_streamer_of_transformers() -> None:
     prompt, *tokens, end = streamer.heard
     assert prompt == list(PROMPTS[0]) and end == "end"
     assert [token for step in tokens for token in step] == expected_rows()[0]
-    with pytest.raises(ValueError, match="streamer: one with put and end takes a batch of one, got 3 rows"):
+    with pytest.raises(ValueError, match="streamer: an object with put and end takes one row, got 3 rows"):
         decode(None, 1, streamer=TokenStreamer())
     with pytest.raises(TypeError, match=r"streamer: expected a callable, .* got <class 'int'>"):
         decode(None, 1, streamer=3)

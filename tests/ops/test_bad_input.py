@@ -228,7 +228,7 @@ def unreachable(*_: object) -> None:
     ("op", "name", "value", "said"),
     [
         ("verify_exact", "draft_tokens", torch.zeros(B, 2).long(), "expected [B, K] = [2, 3], got shape [2, 2]"),
-        ("verify_block", "lenience", 0.5, "expected 1.0, the only one that block verification has, got 0.5"),
+        ("verify_block", "lenience", 0.5, "expected 1.0, as block verification has no other, got 0.5"),
         ("verify_block", "filter_draft", 0, "expected a bool, got <class 'int'>"),
         ("verify_sigmoid", "alpha", True, "expected a number, got <class 'bool'>"),
         ("verify_gumbel", "seeds", torch.zeros(B), "expected int64, got float32"),

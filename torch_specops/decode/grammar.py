@@ -17,7 +17,7 @@ MAX_FORCED = 16
 
 # The grammars that texts have used, by `id`: a class may compare its objects by value, or not be hashable.
 _used: dict[int, weakref.ref[Grammar]] = {}
-_USED = "it is the state of one text, and another text has used it; make a new one for every row and call"
+_USED = "it is the state of one text, and another text has used it; make a new grammar for every row and call"
 
 
 def check_grammar(grammar: object) -> None:
@@ -25,7 +25,7 @@ def check_grammar(grammar: object) -> None:
     if isinstance(grammar, type) or not isinstance(grammar, Grammar):
         raise TypeError(
             "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
-            "torch_specops.grammars.xgrammar(compiled_grammar) or .llguidance(tokenizer, grammar) makes one, got "
+            "torch_specops.grammars.xgrammar(compiled_grammar) or .llguidance(tokenizer, grammar) makes it, got "
             f"{type(grammar)}"
         )
     try:

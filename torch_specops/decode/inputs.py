@@ -326,7 +326,9 @@ def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     masks = [torch.ones_like(row) for row in rows]
     if attention_mask is not None:
         if not isinstance(attention_mask, (list, tuple)):
-            raise TypeError(f"attention_mask: expected None or a list, as input_ids is one, got {type(attention_mask)}")
+            raise TypeError(
+                f"attention_mask: expected None or a list, as input_ids is a list, got {type(attention_mask)}"
+            )
         masks = [as_prompt(f"attention_mask[{index}]", mask) for index, mask in enumerate(attention_mask)]
         if list(map(len, masks)) != list(map(len, rows)):
             raise ValueError("attention_mask: expected a number for each token of every prompt")

@@ -258,7 +258,7 @@ def streamer_calls(
         return lambda step: None, lambda: None
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         if num_rows != 1:
-            raise ValueError(f"streamer: one with put and end takes a batch of one, got {num_rows} rows")
+            raise ValueError(f"streamer: an object with put and end takes one row, got {num_rows} rows")
         # A list has one prompt.
         prompt = torch.as_tensor(input_ids[0])[None].long() if isinstance(input_ids, (list, tuple)) else input_ids
         streamer.put(torch.as_tensor(prompt, device="cpu"))

@@ -117,7 +117,7 @@ def check_verify_exact(args: VerifyArguments) -> None:
 
 def check_verify_block(args: VerifyArguments) -> None:
     if args.lenience != 1.0:
-        raise ValueError(f"lenience: expected 1.0, the only one that block verification has, got {args.lenience}")
+        raise ValueError(f"lenience: expected 1.0, as block verification has no other, got {args.lenience}")
     check_verify_exact(args)
 
 
@@ -198,7 +198,7 @@ def _check_logits(name: str, logits: Tensor, axes: str) -> None:
         raise ValueError(f"{name}: expected {rank} dimensions {axes}, got shape {list(logits.shape)}")
     _check_dtype(name, logits, LOGITS)
     if logits.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"{name}: expected a CPU or CUDA tensor, got one on {logits.device}")
+        raise ValueError(f"{name}: expected a CPU or CUDA tensor, got a tensor on {logits.device}")
     # Token indices are 32-bit inside the kernels.
     if not 1 <= logits.shape[-1] < 2**31 - 2**16:
         raise ValueError(f"{name}: expected a vocabulary of 1 to 2**31 - 2**16 entries, got shape {list(logits.shape)}")
@@ -221,7 +221,7 @@ def _check(
         raise ValueError(f"{name}: expected {axes} = {list(shape)}, got shape {list(tensor.shape)}")
     _check_dtype(name, tensor, dtypes)
     if tensor.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, as the logits are, got one on {tensor.device}")
+        raise ValueError(f"{name}: expected a tensor on {device}, as the logits are, got a tensor on {tensor.device}")
 
 
 def _check_strided(name: str, tensor: Tensor) -> None:

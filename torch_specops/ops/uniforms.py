@@ -123,7 +123,9 @@ def _check(seeds: Tensor, positions: Tensor, n: int) -> None:
             f"positions: expected [B] like seeds, got {list(positions.shape)} for seeds of shape {list(seeds.shape)}"
         )
     if positions.device != seeds.device:
-        raise ValueError(f"positions: expected a tensor on {seeds.device}, as seeds are, got one on {positions.device}")
+        raise ValueError(
+            f"positions: expected a tensor on {seeds.device}, as seeds are, got a tensor on {positions.device}"
+        )
     if n < 0:
         raise ValueError(f"n: expected a number >= 0, got {n}")
 

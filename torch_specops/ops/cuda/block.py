@@ -66,7 +66,7 @@ LARGEST_SCALE = tl.constexpr(1e150)
 
 @triton.jit
 def compose(scale, cap, next_scale, next_cap):
-    """x -> min(x * scale, cap), then x -> min(x * next_scale, next_cap), as one such map."""
+    """x -> min(x * scale, cap), then x -> min(x * next_scale, next_cap), as a single map."""
     return tl.minimum(scale * next_scale, LARGEST_SCALE), tl.minimum(cap * next_scale, next_cap)
 
 
