@@ -93,7 +93,7 @@ def bad_metadata(op: str, name: str) -> Iterator[Bad]:
 def bad_numbers(op: str, name: str) -> Iterator[Bad]:
     expected, values = NUMBERS[name]
     if (op, name) == ("verify_block", "lenience"):
-        expected, values = "1.0, the only one", (*values, 0.3)
+        expected, values = "1.0, as block", (*values, 0.3)
     return ((value, ValueError, (expected, f"got {float(value)}")) for value in values)
 
 
