@@ -219,7 +219,12 @@ def test_what_was_read_besides_tokens_is_not_read_again() -> None:
     loop = SpeculativeDecoder(shared_tiny("t5"), sampling=GREEDY)
     stream = loop.stream(IDS, attention_mask=MASK, max_new_tokens=6, inputs=encoder_inputs("t5"))
     next(stream)
-    loop.generate(IDS, attention_mask=MASK, max_new_tokens=2, inputs=encoder_inputs("t5"))
+    call: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 2, "inputs": encoder_inputs("t5")}
+    with pytest.raises(TypeError, match="seed: expected an int"):
+        loop.generate(IDS, **call, seed=0.5)
+    # A call that is refused reads nothing.
+    next(stream)
+    loop.generate(IDS, **call)
     with pytest.raises(RuntimeError, match="inputs: expected to go on before another call"):
         next(stream)
 

@@ -354,20 +354,20 @@ class SpeculativeDecoder:
     def _begin(
         self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, Stream]:
-        """Check a call, and read its prompts."""
+        """Check a call, and read its prompts. A call that is refused leaves other streams their models."""
         with self._guard.working():
             self._guard.look()
+            prompts = read_prompts(
+                self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
+            )
+            self._compiled_steps.check_grammars(prompts.grammars)
+            state = prompts.state
+            longest = int(state.limits.max())
+            check_room(self.target, longest, self.max_length)
+            self._compiled_steps.choose_compile(int((state.limits - state.lengths).max()))
+            capacity = self._compiled_steps.capacity(self.max_length or longest)
             stream = self._guard.begin_stream()
             with self._guard.computing(stream):
-                prompts = read_prompts(
-                    self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
-                )
-                self._compiled_steps.check_grammars(prompts.grammars)
-                state = prompts.state
-                self._compiled_steps.choose_compile(int((state.limits - state.lengths).max()))
-                longest = int(state.limits.max())
-                check_room(self.target, longest, self.max_length)
-                capacity = self._compiled_steps.capacity(self.max_length or longest)
                 # If reading the prompts is interrupted, `output` has no batch to show.
                 self._newest = None
                 self._newest = batch = Batch(self._compiled_steps, self._schedule, prompts, capacity, *of_batch)
