@@ -109,6 +109,11 @@ def test_the_last_program_of_a_sequence_loads_what_the_others_stored(kernel: str
     assert "LDG" in order[count:] and "CONSTANT" not in sass
 
 
+def test_no_kernel_has_a_parameter_that_inductor_adds() -> None:
+    """Its launchers take the arguments by their names, and then the stream."""
+    assert not [name for name, kernel in aot.KERNELS.items() if "stream" in kernel.arg_names]
+
+
 def test_a_spilling_kernel_is_seen() -> None:
     """The check itself: 512 values a thread, all alive at once, are more than a thread has registers."""
     compiled = aot.compile_kernel(spilling_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"TILE": 2**17}, "sm_90")

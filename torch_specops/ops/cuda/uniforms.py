@@ -28,9 +28,9 @@ def numbers_kernel(
     numbers_ptr,  # [B, width]
     size,  # B * width
     width,
-    count,  # of the columns that are of `stream`
-    stream,
-    last_stream,  # of the column behind them, which is its first number
+    count,  # of the columns that are of the stream
+    stream_id,
+    last_stream_id,  # of the column behind them, which is its first number
     LANES: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -40,7 +40,7 @@ def numbers_kernel(
     position = tl.load(positions_ptr + b, mask=live, other=0)
     is_last = column == count
     index = tl.where(is_last, 0, column).to(tl.uint32)
-    words = philox(seed, position, index // 4, tl.where(is_last, last_stream, stream).to(tl.uint32))
+    words = philox(seed, position, index // 4, tl.where(is_last, last_stream_id, stream_id).to(tl.uint32))
     lane = index % 4
     word = tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
     tl.store(numbers_ptr + entry, (word >> 8).to(tl.float32) * 2.0**-24, mask=live)
@@ -57,8 +57,8 @@ def numbers(seeds: Tensor, positions: Tensor, count: int, stream: int, last_stre
         "size": batch * width,
         "width": width,
         "count": count,
-        "stream": stream,
-        "last_stream": last_stream or 0,
+        "stream_id": stream,
+        "last_stream_id": last_stream or 0,
         "LANES": LANES,
     }
     launch.run(numbers_kernel, (triton.cdiv(batch * width, LANES),), values, WARPS)
