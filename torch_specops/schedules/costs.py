@@ -121,24 +121,20 @@ class StepCosts:
     def draft_seconds(self, count: int, base: float) -> float:
         """Of proposing so many drafts."""
         if count not in self._drafting_found:
-            self._drafting_found[count] = self._draft_seconds(count, base) if count > 0 else 0.0
+            self._drafting_found[count] = self._draft_seconds(count, base)
         return self._drafting_found[count]
 
     def _draft_seconds(self, count: int, base: float) -> float:
         """Up to twice as many as were ever proposed may take no longer: a block may be one forward."""
         if not self._drafting:
             return DRAFT_COST * base * count
-        known = {
-            n: min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * base * n)
-            for n, times in self._drafting.items()
-        }
-        points = sorted(known.items())
-        (fewest, least), (most, longest) = points[0], points[-1]
-        if count > 2 * most:
-            return longest * count / most
+        points = [(0, 0.0)]
+        for n, times in sorted(self._drafting.items()):
+            points.append((n, min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * base * n)))
+        most, longest = points[-1]
         if count >= most:
-            return longest
-        return self._between(points, count) if count >= fewest else least * count / fewest
+            return longest if count <= 2 * most else longest * count / most
+        return self._between(points, count)
 
     def of(self, tokens: int) -> float:
         if tokens not in self._found:
