@@ -106,9 +106,8 @@ class BeamScorer:
             finished_lengths=self.counts.unsqueeze(1).expand_as(self.finished_lengths),
             finished_scores=self._penalised(self.scores, self.counts),
         )
-        found = self.finished_tokens, self.finished_lengths, self.finished_scores
-        tokens, lengths, scores = (values[:, :num_sequences] for values in found)
-        return tokens, lengths, scores
+        best = slice(num_sequences)
+        return self.finished_tokens[:, best], self.finished_lengths[:, best], self.finished_scores[:, best]
 
     def _finish(self, active: Tensor, texts: Tensor, scores: Tensor, length: Tensor, ends: Tensor) -> None:
         """Merge the candidates [B, C] that end here into the finished beams."""

@@ -272,18 +272,15 @@ def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput
     scorer, state = search.scorer, prompts.state
     tokens, num_new, scores = scorer.result(num_sequences)
     prompt_lengths = state.lengths.to(tokens.device).repeat_interleave(num_sequences)
-    texts = []
-    for prompt, length, beams, counts in zip(
-        state.tokens.to(tokens.device), state.lengths.tolist(), tokens, num_new.tolist(), strict=True
-    ):
-        texts += [torch.cat([prompt[:length], new[:count]]) for new, count in zip(beams, counts, strict=True)]
+    copies = state.tokens.to(tokens.device).repeat_interleave(num_sequences, 0)
+    rows = zip(copies, prompt_lengths.tolist(), tokens.flatten(0, 1), num_new.flatten().tolist(), strict=True)
+    texts = [torch.cat([prompt[:length], new[:count]]) for prompt, length, new, count in rows]
     failed, counts = scorer.failed.nonzero().flatten().tolist(), scorer.counts
     newest = tokens.gather(2, (num_new - 1).clamp(min=0).unsqueeze(2))
     ends_with_eos = (newest == state.eos.to(tokens.device).unsqueeze(1)).any(2)
     reasons: list[str | None] = [
-        "error" if row in failed else "eos" if ended else "length"
-        for row, beams in enumerate(ends_with_eos.tolist())
-        for ended in beams
+        "error" if row // num_sequences in failed else "eos" if ended else "length"
+        for row, ended in enumerate(ends_with_eos.flatten().tolist())
     ]
     return BeamOutput(
         sequences=pad_sequence(texts, batch_first=True, padding_value=prompts.pad_token_id),
