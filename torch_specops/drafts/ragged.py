@@ -61,7 +61,9 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         rows = rows[[row not in with_images for row in rows.tolist()]]
         if len(rows) == 0:
             return
-    counts = _counts(model, lengths[rows], num_unread)
+    counts = (lengths[rows] - num_unread).tolist()
+    # What a state begins with cannot be left for a step.
+    counts = [max(count, 1) for count in counts] if keeps_states(model) else counts
     if not can_read_rows(model):
         index = torch.arange(max(*counts, 1), device=tokens.device)
         # At least one token is read: the first forward reads new inputs, and compiled steps do not. The other rows read
@@ -80,25 +82,19 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
     begin_texts(model, lengths)
     if reads_images(model) and model.read_images(tokens, range(len(tokens)), num_unread):
         return
-    counts = _counts(model, lengths, num_unread)
-    width = max(*counts, 1)
+    counts = [max(count, 1) for count in (lengths - num_unread).tolist()]
     rows = list(range(len(tokens)))
     if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
         first: dict[tuple[int, ...], int] = {}
+        width = max(counts)
         texts = zip(lengths.tolist(), *tokens[:, :width].t().tolist(), strict=True)
         sources = [first.setdefault(text, row) for row, text in enumerate(texts)]
         if len(first) < len(sources):
             rows = list(first.values())
-            _read(model, tokens, [max(counts[row], 1) for row in rows], rows, None)
+            _read(model, tokens, [counts[row] for row in rows], rows, None)
             model.copy_rows(torch.tensor(sources, device=tokens.device), width)
             return
-    _read(model, tokens, [max(count, 1) for count in counts], rows, None)
-
-
-def _counts(model: LanguageModel, lengths: Tensor, num_unread: int) -> list[int]:
-    """How many tokens of each text to read. What a state begins with cannot be left for a step."""
-    counts = (lengths - num_unread).tolist()
-    return [max(count, 1) for count in counts] if keeps_states(model) else counts
+    _read(model, tokens, counts, rows, None)
 
 
 def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[int], forward_cost: int | None) -> None:
