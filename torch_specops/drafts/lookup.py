@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from .. import checks
 from ..ops.tracing import is_eager_cpu, normal_tensors
-from ..sampling import SamplingTensors
 from .base import Draft, DraftSource
 
 # `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
@@ -100,12 +99,7 @@ class PromptLookup(_Lookup):
         checks.check_int("max_ngram", self.max_ngram, self.min_ngram)
 
     def propose(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        num_draft_tokens: int,
-        sampling: SamplingTensors | None = None,
-        seeds: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
         """[B, K] tokens that followed the match; -1 where there is none."""
         text, last, own = self._texts(tokens, lengths)
@@ -184,12 +178,7 @@ class SuffixLookup(_Lookup):
         return (self._memory, *super().static_tensors())
 
     def propose(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        num_draft_tokens: int,
-        sampling: SamplingTensors | None = None,
-        seeds: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
         """[B, K] tokens that followed the longest match; -1 where nothing matches or is likely enough."""
         text, last, own = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
@@ -219,7 +208,6 @@ class SuffixLookup(_Lookup):
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
-
         return end, _shared(text, last, end, own, self.max_ngram) * (rank >= 0)
 
 
