@@ -61,9 +61,7 @@ class NGram(DraftSource):
         # [T] int32 and [T] float32, the most frequent first within a context.
         self._continuations = continuations
         self._log_counts = log_counts
-        self._powers = torch.tensor(
-            [(vocab_size + 1) ** i for i in range(order - 1)], dtype=torch.int64, device=contexts.device
-        )
+        self._powers = (vocab_size + 1) ** torch.arange(order - 1, device=contexts.device)
         self.vocab_size = vocab_size
         self.order = order
         self.max_candidates = max_candidates
