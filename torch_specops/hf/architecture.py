@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..ops.kv_cache import Window
-from .rotary import growing_kind
+from .rotary import growing_rotaries
 from .states import state_modules
 
 # Kinds of layers: with attention, with a state of the text, with both, with neither.
@@ -149,7 +149,7 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     which a graph cannot do."""
     if is_sharded(model):
         return f"fully_shard gathers the weights of {type(model).__name__} in hooks that torch does not compile"
-    kind = growing_kind(model)
+    kind = next((kind for _, kinds in growing_rotaries(model) for kind in kinds), None)
     return kind and f"the {kind!r} rotary embedding of {type(model).__name__} looks at the lengths of texts"
 
 

@@ -162,7 +162,7 @@ class TransformersModel:
         for config in self._copy.newest.configs:
             use_grouped_attention(config, self.supports_spans)
         self._large_layers = large_layers(layers_of(self.prepared)) if self._is_tested_decoder else []
-        self._rotaries = growing_rotaries(self.prepared)
+        self._rotaries = [rotary for rotary, _ in growing_rotaries(self.prepared)]
         self._obstacle = self._copy.newest.not_followed or why_not_compiled(self.model)
 
     @property

@@ -36,24 +36,14 @@ class ReadLengths:
             self.lengths = None
 
 
-def growing_kind(model: nn.Module) -> str | None:
-    """The kind of rotary embedding that depends on the length of a text; None = the model has none."""
-    return next((kind for _, kinds in _growing(model) for kind in kinds.values()), None)
-
-
 def rereads_at(model: PreTrainedModel) -> int | None:
     """The longest text that `generate` reads with a cache of short texts: at the next token it drops that cache and
     reads the whole text again. None = it keeps its cache."""
-    if not any("longrope" in kinds.values() for _, kinds in _growing(model)):
+    if not any("longrope" in kinds for _, kinds in growing_rotaries(model)):
         return None
     name = "original_max_position_embeddings"
     prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
     return getattr(model.config, name, None) if name in prepare.__code__.co_names else None
-
-
-def growing_rotaries(model: nn.Module) -> list[nn.Module]:
-    """The rotary embeddings that depend on the length of a text."""
-    return [rotary for rotary, _ in _growing(model)]
 
 
 def follow_lengths(rotaries: Iterable[nn.Module], read: ReadLengths) -> None:
@@ -62,12 +52,12 @@ def follow_lengths(rotaries: Iterable[nn.Module], read: ReadLengths) -> None:
         vars(rotary)["forward"] = partial(_rotate, rotary, vars(rotary).get("forward"), read)
 
 
-def _growing(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, str]]]:
-    """The rotary embeddings that depend on lengths, and their kind for each kind of layer; None = for every layer."""
+def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """The rotary embeddings that depend on the length of a text, and as what kinds: layers may have different kinds."""
     for module in model.modules():
         kinds = vars(module).get("rope_type")
-        kinds = kinds if isinstance(kinds, dict) else {None: kinds}
-        growing = {name: kind for name, kind in kinds.items() if kind and ("dynamic" in kind or kind == "longrope")}
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        growing = [kind for kind in kinds if kind and ("dynamic" in kind or kind == "longrope")]
         if growing:
             yield module, growing
 
