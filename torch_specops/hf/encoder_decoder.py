@@ -53,8 +53,7 @@ class EncoderDecoderModel(TransformersModel):
         return len(layers_of(self.prepared))
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        self._begin()
-        self._start_cache(batch, capacity)
+        super().start(batch, capacity)
         self._inputs = inputs
         if self._take_encoded(inputs):
             return

@@ -118,11 +118,6 @@ class TransformersModel:
             held, holds = (", ".join(map(str, each)) for each in (self._cache_held, self._cache_holds()))
             raise RuntimeError(f"model: its layers, dtype and device changed while texts run: were {held}, are {holds}")
 
-    def _begin(self) -> None:
-        if not self._is_looked_at:
-            self._take_over()
-        self._is_looked_at = False
-
     def _take_over(self) -> None:
         self.prepared = self._copy.of(self.model, own_layers=bool(self._first_layers or self._features))
         if self._understood != self.version:
@@ -208,7 +203,9 @@ class TransformersModel:
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         if inputs:
             raise ValueError(f"inputs: a decoder-only model reads tokens alone, got {', '.join(inputs)}")
-        self._begin()
+        if not self._is_looked_at:
+            self._take_over()
+        self._is_looked_at = False
         self._prompt_lengths = None
         self._start_cache(batch, capacity)
 
