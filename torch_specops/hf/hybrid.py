@@ -92,17 +92,9 @@ class HybridModel(TransformersModel):
         assert isinstance(cache, StateCache)
         return cache
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        use_spans: bool,
-        num_logits: int | None = None,
-        rows: Tensor | None = None,
-        width: int | None = None,
-    ) -> Tensor:
-        with self.beginning(rows):
-            return super().read(tokens, positions, use_spans, num_logits, rows, width)
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
+        with self.beginning(self._require_cache().rows):
+            return super()._read(tokens, positions, mask, num_logits)
 
     @contextmanager
     def beginning(self, rows: Tensor | None) -> Iterator[None]:
