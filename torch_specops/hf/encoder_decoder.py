@@ -15,6 +15,7 @@ from ..drafts import LanguageModel
 from ..ops.kv_cache import visible_slots
 from ..ops.tracing import normal_tensors
 from .architecture import layers_of
+from .cache import placed
 from .models import Check, Seen, TransformersModel
 
 
@@ -60,8 +61,8 @@ class EncoderDecoderModel(TransformersModel):
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
         mask = inputs.get("attention_mask") if self._is_t5 else None
-        mask = None if mask is None else _placed(self._encoder_mask, mask.to(self.device, copy=True))
-        self._cross_attend(_placed(self._encoder_states, states.clone()), mask)
+        mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
+        self._cross_attend(placed(self._encoder_states, states.clone()), mask)
 
     def share_encoder(self, draft: LanguageModel) -> LanguageModel:
         """The draft model, or another adapter of it, that reads what this model's encoder gave; unchanged if it has
@@ -111,7 +112,7 @@ class EncoderDecoderModel(TransformersModel):
             new_mask = inputs.get("attention_mask", new.new_ones(new.shape[:2]))
             mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
             mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
-            mask = _placed(self._encoder_mask, mask)
+            mask = placed(self._encoder_mask, mask)
         elif new.shape[1] != states.shape[1]:
             raise ValueError(
                 f"inputs: expected {states.shape[1]} encoder positions, as other rows have, got {new.shape[1]}"
@@ -216,8 +217,3 @@ def _relative_bias_of(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tens
         return wanted - added
 
     return correction
-
-
-def _placed(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
-    return new if old is None or old.shape != new.shape or old.dtype != new.dtype else old.copy_(new)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache import RaggedCache
+from .cache import RaggedCache, placed
 from .hybrid import HybridModel
 from .models import Check, TransformersModel
 from .shadow_model import ShadowModel
@@ -116,12 +116,8 @@ class ImageTextModel(TransformersModel):
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(batch, capacity)
         self._images, self._num_copies = [], 1
-        if self._position_module() is None:
-            self._deltas = None
-        elif self._deltas is None or (len(self._deltas), self._deltas.device) != (batch, self.device):
-            self._deltas = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        else:
-            self._deltas.zero_()
+        deltas = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self._deltas = None if self._position_module() is None else placed(self._deltas, deltas)
         if inputs:
             self._num_copies = batch // len(inputs["attention_mask"])
             self._take(range(0, batch, self._num_copies), inputs)
