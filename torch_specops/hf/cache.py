@@ -134,17 +134,15 @@ class FeatureBuffer:
 
     A forward writes it as it writes the cache: the feature of the token at position j stands in slot j.
 
-    Args:
-        layers: which layers.
-
     Attributes:
         values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
+        cache: whose slots and rows it goes by; None before `start`.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
         self.values: Tensor | None = None
-        self._cache: RaggedCache | None = None
+        self.cache: RaggedCache | None = None
         # The same names and objects in every batch: what is compiled looks at both.
         self._hooks = {f"torch_specops.features.{part}": partial(self._keep, part) for part in range(len(layers))}
 
@@ -158,11 +156,7 @@ class FeatureBuffer:
             old.zero_()
         else:
             self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self._cache = cache
-
-    def follow(self, cache: RaggedCache) -> None:
-        """Go by the slots and rows of another cache of the same batch."""
-        self._cache = cache
+        self.cache = cache
 
     def attach(self, layers: nn.ModuleList, decoder: nn.Module) -> None:
         """Let these layers, and the decoder that they are in, hand out what they read and give. They must be the copies
@@ -189,8 +183,8 @@ class FeatureBuffer:
             hidden = named["last_hidden_state"]
         else:
             hidden = arguments[0] if arguments else named["hidden_states"]
-        assert self.values is not None and self._cache is not None and self._cache.slots is not None
-        slots, owners = self._cache.slots, self._cache.owners
+        assert self.values is not None and self.cache is not None and self.cache.slots is not None
+        slots, owners = self.cache.slots, self.cache.owners
         if owners is None:
             owners = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
         first, size = part * hidden.shape[-1], hidden.shape[-1]

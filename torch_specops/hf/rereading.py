@@ -114,7 +114,7 @@ class RereadingModel(TransformersModel):
         """Within it the cache holds long or short prefixes. Gives its capacity."""
         self._cache, self._is_long = self._caches[is_long], is_long
         if self._features is not None:
-            self._features.follow(self._cache)
+            self._features.cache = self._cache
         try:
             yield self._cache.capacity
         finally:
