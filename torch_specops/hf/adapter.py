@@ -32,7 +32,6 @@ THRESHOLDS = (
 # What the check sets them to.
 LOWERED = 4
 
-
 # The architectures that passed the check.
 _passed: dict[Hashable, Reading] = {}
 
@@ -89,21 +88,16 @@ class _Check:
         if not own:
             # What was removed is not kept.
             self._own = []
-            return _reading_of_family(adapter)
+            if model.config.model_type in TESTED_FAMILIES:
+                return None
+            if (architecture := _architecture(model)) not in _passed:
+                _passed[architecture] = _check(adapter)
+            return _passed[architecture]
         architecture = _architecture(model)
         if architecture != self._architecture or not are_same(own, self._own):
             self._reading = _check(adapter)
             self._architecture, self._own = architecture, own
         return self._reading
-
-
-def _reading_of_family(adapter: TransformersModel) -> Reading | None:
-    if adapter.model.config.model_type in TESTED_FAMILIES:
-        return None
-    architecture = _architecture(adapter.model)
-    if architecture not in _passed:
-        _passed[architecture] = _check(adapter)
-    return _passed[architecture]
 
 
 def _architecture(model: PreTrainedModel) -> Hashable:
