@@ -49,7 +49,6 @@ class Eagle3Head(nn.Module):
     Parameters are named as in published heads.
 
     Args:
-        config: the sizes.
         has_embedding: True = it has embeddings of its own; False = it is given the target's.
 
     Attributes:

@@ -38,9 +38,6 @@ class FeatureDraft(SampledDraft):
     In a text of N tokens, the features of positions 0 to N - 2 are known, because the target reads the newest token
     after the drafts. `start` and `restart` read all of a prompt's but the last. A step reads the new features,
     and overwrites what was read for drafts.
-
-    Args:
-        head: the network.
     """
 
     # How many positions a step reads again, besides those that are new.

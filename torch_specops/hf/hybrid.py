@@ -26,7 +26,6 @@ class HybridModel(TransformersModel):
     prompt may be read with it.
 
     Attributes:
-        keeps_states: True.
         state_bytes: the memory of all rings.
     """
 

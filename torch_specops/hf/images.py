@@ -44,7 +44,6 @@ class ImageTextModel(TransformersModel):
     behind its prompt is shifted by. A placeholder behind the prompt is text like any other token.
 
     Attributes:
-        reads_images: True.
         undrafted: the placeholder, which no lookup proposes.
     """
 
@@ -123,7 +122,6 @@ class ImageTextModel(TransformersModel):
             self._take(range(0, batch, self._num_copies), inputs)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Images for the prompt that is read next in a row; {} = it has none."""
         self._images = [(rows, images) for rows, images in self._images if row not in rows]
         if inputs:
             self._take([row], inputs)
@@ -143,13 +141,8 @@ class ImageTextModel(TransformersModel):
             )
 
     def read_images(self, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
-        """Read the prompts of `rows` in tokens [B, W] that images have been given for; returns their rows. These images
-        are freed.
-
-        Raises:
-            ValueError: other images than the placeholders are for; a model whose text does not go on from its own
-                reading of images.
-        """
+        """`ImageModel.read_images`; a ValueError also for a model whose text does not go on from its own reading of
+        images."""
         given = [each for each in self._images if set(each[0]) <= set(rows)]
         self._images = [each for each in self._images if not set(each[0]) <= set(rows)]
         for own_rows, images in given:

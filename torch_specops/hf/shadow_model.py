@@ -38,7 +38,6 @@ class ShadowModel:
         """Look at `model`; returns its copy, the same object in every call.
 
         Args:
-            model: the model.
             own_layers: True = an attribute that may run the model's layers and not the copy's is an error.
 
         Raises:

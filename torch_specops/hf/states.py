@@ -197,9 +197,6 @@ class StateReader:
 
     A prompt is read as `generate` reads it. The tokens of a step are read at once where the recurrence is known
     (`recurrences.py`), and else one after another, as `generate` decodes.
-
-    Args:
-        module: the copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
