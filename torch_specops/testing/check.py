@@ -206,12 +206,10 @@ def check_engine(
         if same_text_as is not None:
             others = _as_rows("same_text_as", same_text_as(texts[::-1], params[::-1], own_seeds[::-1]), num_tokens)
             size = len(own_seeds), num_tokens, vocab_size
-            found, other = (
-                # Any negative number ends a text.
-                _read_tokens(name, each, *size)[0].clamp(min=-1)
-                for name, each in (("generate", rows), ("same_text_as", others))
-            )
-            changed.append((found != other.flip(0)).any(-1).view(seeds.shape).sum(0))
+            found, other = _read_tokens("generate", rows, *size)[0], _read_tokens("same_text_as", others, *size)[0]
+            # Any negative number ends a text.
+            differs = found.clamp(min=-1) != other.clamp(min=-1).flip(0)
+            changed.append(differs.any(-1).view(seeds.shape).sum(0))
         return rows
 
     changed: list[Tensor] = []
