@@ -156,9 +156,8 @@ def _verify_arguments(
         edit(target, draft)
     target, draft = target.to(dtypes[0]), draft.to(dtypes[1])
 
-    row_dtypes = {"top_k": torch.int64}
     values = ({} if temperature is None else {"temperature": temperature}) | (filters or {})
-    rows = {key: _cycle(x, batch).to(row_dtypes.get(key, torch.float32)) for key, x in values.items()}
+    rows = {key: _cycle(x, batch).to(torch.int64 if key == "top_k" else torch.float32) for key, x in values.items()}
     draft_rows = {key: x for key, x in rows.items() if key == "temperature"} if filter_draft is False else rows
     drafted, draft_lse = reference.sample(
         (target[:, :num_drafts] if one_hot else draft).flatten(0, 1),
