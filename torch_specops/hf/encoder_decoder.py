@@ -184,13 +184,8 @@ class WhisperDecoder(EncoderDecoderModel):
         raise ValueError("draft: expected the target whose encoder this WhisperForCausalLM reads, got another one")
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
-        return {
-            "input_ids": tokens,
-            "attention_mask": mask,
-            "position_ids": self._position_ids(positions),
-            "encoder_outputs": (self._encoder_states,),
-            self._cache_argument: self._both,
-        }
+        arguments = super()._arguments(tokens, positions, mask, num_logits)
+        return {name.removeprefix("decoder_"): value for name, value in arguments.items()}
 
 
 def _relative_bias_of(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
