@@ -53,8 +53,8 @@ class Look:
 
     def __init__(self, copies: WeakKeyDictionary[nn.Module, nn.Module], before: Look | None) -> None:
         self.attributes: dict[nn.Module, dict[str, Any]] = {}
-        self.code: list[int] = []
-        self.is_observed = False
+        self.code = [_number(hook) for hook in private.global_hooks()]
+        self.is_observed = len(self.code) > 0
         self._copies = copies
         self._record: list[Any] = []
         self._classes: set[type] = set()
@@ -87,11 +87,6 @@ class Look:
                 for mine, theirs in zip(self._record, other._record, strict=True)
             )
         )
-
-    def look_at_global_hooks(self) -> None:
-        for hook in private.global_hooks():
-            self.is_observed = True
-            self.code.append(_number(hook))
 
     def copy_of(self, module: nn.Module) -> nn.Module:
         """The copy of a module, which is looked at if this look has not met it yet."""

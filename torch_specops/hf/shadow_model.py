@@ -45,7 +45,6 @@ class ShadowModel:
         """
         look = Look(self._copies, self.newest)
         copied = look.copy_of(model)
-        look.look_at_global_hooks()
         assert isinstance(copied, PreTrainedModel)
         if look.not_followed and any(module.training for module in model.modules()):
             raise ValueError(f"model: {look.not_followed}, in training mode and with dropout; call model.eval() first")
