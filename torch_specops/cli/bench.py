@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import checks
 from ..sampling import SamplingParams
-from . import options
+from . import options, results
 from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
@@ -26,17 +26,6 @@ from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, loa
 from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import ASSISTED, make_providers, refusal
-from .results import (
-    CATEGORIES_LEGEND,
-    PROVIDERS_LEGEND,
-    Record,
-    as_results,
-    print_categories,
-    print_differences,
-    print_legend,
-    print_providers,
-    totals,
-)
 
 # Answers to the first prompts can largely be copied from the prompt, answers to the last hardly.
 PROMPTS = [
@@ -191,25 +180,26 @@ def bench(
         )
         for name, reason in refused.items():
             console.print(f"{name} is left out: {reason}")
-        results: list[Record] = []
-        total: list[Record] = []
+        records: list[results.Record] = []
+        total: list[results.Record] = []
 
         def show() -> None:
             runs, comparison.runs = comparison.runs, []
-            records, together = as_results(runs), as_results(totals(runs))
-            if records and by_category:
-                print_categories(console, records, together)
-            elif records:
-                print_providers(console, records)
-            results.extend(records)
+            own, together = results.as_results(runs), results.as_results(results.totals(runs))
+            if own and by_category:
+                results.print_categories(console, own, together)
+            elif own:
+                results.print_providers(console, own)
+            records.extend(own)
             total.extend(together)
 
         ended_by = _run(console, comparison, show)
         interrupted = isinstance(ended_by, KeyboardInterrupt)
-        if results:
-            print_legend(console, CATEGORIES_LEGEND if by_category else PROVIDERS_LEGEND, results, total)
-        if plot_file is not None and results:
-            (plot_categories if by_category else plot_providers)(results + total, plot_file)
+        if records:
+            legend = results.CATEGORIES_LEGEND if by_category else results.PROVIDERS_LEGEND
+            results.print_legend(console, legend, records, total)
+        if plot_file is not None and records:
+            (plot_categories if by_category else plot_providers)(records + total, plot_file)
         if json_file is not None:
             chosen = {
                 "prompt": None if by_category else [question.text for question in questions],
@@ -229,17 +219,17 @@ def bench(
                 "prompt_tokens": [len(each) for each in tokens],
                 "interrupted": interrupted,
                 "error": str(ended_by) if isinstance(ended_by, Exception) else None,
-                "results": results,
+                "results": records,
                 "totals": total,
             }
             json_file.write_text(json.dumps(document, indent=2) + "\n")
         if isinstance(ended_by, Exception):
             raise ended_by
-    print_differences(console, results, tokenizer.decode)
+    results.print_differences(console, records, tokenizer.decode)
     if interrupted:
         console.print("interrupted: only what is done so far is shown")
         raise typer.Exit(options.INTERRUPTED)
-    if any(result["greedy"] == "different" for result in results):
+    if any(result["greedy"] == "different" for result in records):
         raise typer.Exit(1)
 
 
