@@ -141,12 +141,7 @@ def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[li
 
 
 def read_ragged(
-    target: RowReader,
-    tokens: Tensor,
-    positions: Tensor,
-    num_proposed: Tensor,
-    finished: Tensor,
-    is_filled: bool,
+    target: RowReader, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor, is_filled: bool
 ) -> Tensor:
     """[B, n, V] logits of each row's newest token and `num_proposed` [B] drafts, in tokens [B, n] at positions [B, n].
     Padding behind the drafts, and rows that are `finished` [B], may not be read; their logits are then 0 if
