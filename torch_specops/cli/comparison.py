@@ -75,7 +75,6 @@ class Run:
     peak_memory_bytes: int | None = None
     # "identical", "near ties", "rounding" or "different", as `results.MARKS` explains; None = sampled.
     greedy: str | None = None
-    # Differences from plain greedy decoding, in order.
     differences: list[GreedyDifference] = field(default_factory=list)
     # The new tokens of each row in the observed run.
     tokens: list[list[int]] = field(default_factory=list)

@@ -71,8 +71,7 @@ class Models:
 
 def default_num_draft_tokens(source: object) -> int:
     """K if the user gives none: the draft's own, if it has any. A model's drafts cost forwards of their own."""
-    own: int | None = getattr(source, "default_draft_tokens", None)
-    return own or 2
+    return getattr(source, "default_draft_tokens", None) or 2
 
 
 def load_models(

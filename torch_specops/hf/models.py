@@ -87,7 +87,6 @@ class TransformersModel:
         self.eager_because: str | None = None
         self._first_layers = num_layers
         self._check = check
-        # The version of the model that was understood.
         self._understood = 0
         self._cache_argument = cache_argument(type(model).forward)
         self._cache: RaggedCache | None = None
