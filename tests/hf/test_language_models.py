@@ -18,6 +18,7 @@ import torch_specops
 from torch_specops import hf
 from torch_specops.drafts import EarlyExit, LanguageModel
 from torch_specops.hf.architecture import max_length
+from torch_specops.hf.cache import placed
 from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
@@ -395,3 +396,12 @@ def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
         assert decoder.generate(TOKENS[:, :4], max_new_tokens=4).stats.compiled == f"eager: {reason}"
         with pytest.raises(ValueError, match=f"compile: expected False or 'auto', got True: {reason}"):
             torch_specops.SpeculativeDecoder(*models, compile=True)
+
+
+def test_what_keeps_its_address_goes_where_the_model_is() -> None:
+    """A model may have another dtype, device or batch than before."""
+    old, new = torch.zeros(2), torch.ones(2)
+    assert placed(old, new) is old and torch.equal(old, new)
+    for other in (torch.ones(2, device="meta"), torch.ones(2).double(), torch.ones(3)):
+        assert placed(old, other) is other
+    assert placed(None, new) is new
