@@ -17,6 +17,7 @@ from torch import Tensor
 import torch_specops
 from torch_specops import testing
 from torch_specops.ops.attention import attend
+from torch_specops.ops.uniforms import step_uniforms
 from torch_specops.testing import chi_square
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +73,8 @@ def test_uniforms_are_bit_identical_on_cpu_and_cuda() -> None:
 
     def every_stream(seeds: Tensor, positions: Tensor) -> Tensor:
         streams = ("propose", "accept", "sample")
-        return torch.stack([torch_specops.uniforms(seeds, positions, 11, stream) for stream in streams])
+        drawn = [torch_specops.uniforms(seeds, positions, 11, stream) for stream in streams]
+        return torch.stack([*drawn, step_uniforms(seeds, positions, 10)])
 
     on_cpu = every_stream(seeds, positions)
     assert torch.equal(on_cpu, every_stream(seeds.cuda(), positions.cuda()).cpu())
