@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +34,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
 
 
-# Imports and compilers make many objects and few cycles. By default the collector looks through them after every 700.
+# Imports and compilers make many objects and few cycles. By default the collector looks through them after every 700,
+# and Dynamo asks it to after every graph.
 gc.set_threshold(100_000)
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 NOT_REHEARSED = "not rehearsed"
 MEASURED = "measured"
@@ -78,6 +81,15 @@ def pytest_collection_finish() -> None:
     """What was imported stays: a garbage collection that looks through all of it takes half of the time of a test with
     thousands of texts."""
     gc.collect()
+    gc.freeze()
+    if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
+        # It empties the processor's caches to time the guards of each graph, for a log that nobody reads.
+        guards.profile_guard_manager = lambda *arguments: 0.0
+
+
+@pytest.fixture
+def quick_collection() -> None:
+    """What was there before the test stays: a test that collects garbage looks through its own alone."""
     gc.freeze()
 
 

@@ -168,7 +168,7 @@ def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, A
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.usefixtures("without_inductor", "quick_collection")
 def test_nothing_is_left_of_a_deleted_decoder() -> None:
     """Neither the models, if nobody else has them, nor their caches, nor the batch."""
     both = decoders("perturbed", 6, sampling=SAMPLING)

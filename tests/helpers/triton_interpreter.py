@@ -77,6 +77,32 @@ def describing_blocks_once(make: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
+# Of two such types the type of a result is the same, whatever the operation. Numbers of 16 bits are divided in 32.
+PLAIN_TYPES = {"fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64"}
+
+
+def meeting_once(meet: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """What brings both operands of an operation to one type and shape: most have them, and a number becomes a block once
+    for all blocks of a type."""
+    known: dict[tuple[Any, ...], tl.tensor] = {}
+
+    def met(self: Any, left: Any, right: Any, *rest: bool) -> tuple[Any, Any]:
+        if not isinstance(left, tl.tensor):
+            return meet(self, left, right, *rest)
+        if isinstance(right, tl.tensor):
+            is_same = left.type.name == right.type.name and left.dtype.name in PLAIN_TYPES
+            return (left, right) if is_same else meet(self, left, right, *rest)
+        like = (left.type.name, type(right), right, *rest)
+        if like not in known:
+            other, block = meet(self, left, right, *rest)
+            if other is not left:
+                return other, block
+            known[like] = block
+        return left, known[like]
+
+    return met
+
+
 def equal_sizes(self: tl.tuple, other: Any) -> tl.constexpr:
     """What `tl.tuple` says, which makes another of both first."""
     return tl.constexpr(self is other or self.values == list(other))
@@ -99,6 +125,8 @@ def prepare() -> None:
     tl.tensor.__init__ = making_shapes_once(tl.tensor.__init__)
     tl.block_type.__init__ = describing_blocks_once(tl.block_type.__init__)
     tl.tuple.__eq__ = equal_sizes
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.binary_op_type_checking_impl = meeting_once(semantic.binary_op_type_checking_impl)
     run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 
     def run_quietly(*args: Any, **kwargs: Any) -> None:

@@ -206,6 +206,7 @@ def test_an_attention_of_ones_own_is_checked() -> None:
     assert difference(decoder, model) < 1e-4
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_what_was_removed_is_not_kept() -> None:
     model = llama()
     decoder, own = decoder_of(model), model.lm_head.forward

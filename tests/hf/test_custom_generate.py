@@ -286,7 +286,7 @@ def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     assert duplicate not in _decoders and torch.equal(ours(duplicate, **options), changed)
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("uncompiled", "quick_collection")
 @pytest.mark.parametrize("draft", ["none", "itself", "early exit"])
 def test_a_kept_decoder_does_not_keep_its_model(draft: str) -> None:
     target = tiny("llama")

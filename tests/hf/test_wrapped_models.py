@@ -157,6 +157,7 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
         adapter.start(3, CAPACITY)
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_a_forward_that_was_replaced_is_not_kept() -> None:
     model = tiny("llama")
     adapter, old = hf.language_model(model), []
