@@ -159,8 +159,8 @@ def trained_drafter(family: str = "llama") -> DFlashHead:
         following = text[ends.unsqueeze(1) + torch.arange(BLOCK - 1)].flatten()
         cases.append((torch.cat([states[layer + 1] for layer in IDS], -1), embedded, places[None], seen, following))
     head = new_head().requires_grad_(True)
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    for _ in range(50):
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
+    for _ in range(25):
         optimizer.zero_grad()
         for features, embedded, places, seen, following in cases:
             context = head.context(features, torch.arange(features.shape[1])[None])

@@ -102,10 +102,10 @@ def trained_head(family: str = "llama") -> Eagle3Head:
     with torch.no_grad():
         states = [target(text, output_hidden_states=True).hidden_states for text in texts]
     head = new_head().requires_grad_(True)
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.03)
     embed = head.embed_tokens
     assert embed is not None
-    for _ in range(60):
+    for _ in range(20):
         losses = []
         for text, own in zip(texts, states, strict=True):
             hidden = head.fuse(torch.cat([own[layer] for layer in LAYERS], -1)[:, :-2])

@@ -83,14 +83,20 @@ DRAFTS: dict[str, Callable[[], Any]] = {
 }
 
 
+REQUESTS = [Request(prompt, NEW - 2 * row) for row, prompt in enumerate((*PROMPTS, [7], [8, 8]))]
+
+
+@cache
+def expected_of_requests() -> list[list[int]]:
+    return [greedy_alone(shared(), request.input_ids, request.max_new_tokens) for request in REQUESTS]
+
+
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_drafts_schedules_and_requests(kind: str) -> None:
     """More requests than rows, prompts of one and two tokens among them; steps without drafts between others."""
     for schedule in ("auto", Pauses()):
         assert found(loop(DRAFTS[kind](), schedule=schedule)) == expected()
-    requests = [Request(prompt, NEW - 2 * row) for row, prompt in enumerate((*PROMPTS, [7], [8, 8]))]
-    alone = [greedy_alone(shared(), request.input_ids, request.max_new_tokens) for request in requests]
-    assert many(loop(DRAFTS[kind]()), requests, 2) == alone
+    assert many(loop(DRAFTS[kind]()), REQUESTS, 2) == expected_of_requests()
 
 
 def test_a_hybrid_drafts_for_attention() -> None:
