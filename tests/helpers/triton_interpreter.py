@@ -82,8 +82,8 @@ PLAIN_TYPES = {"fp32", "fp64", "int1", "int32", "int64", "uint32", "uint64"}
 
 
 def meeting_once(meet: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """What brings both operands of an operation to one type and shape: most have them, and a number becomes a block once
-    for all blocks of a type."""
+    """What brings both operands of an operation to one type and shape: most have them, and a number becomes a block
+    once for all blocks of a type."""
     known: dict[tuple[Any, ...], tl.tensor] = {}
 
     def met(self: Any, left: Any, right: Any, *rest: bool) -> tuple[Any, Any]:
