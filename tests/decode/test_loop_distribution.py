@@ -249,7 +249,7 @@ class HoldingTarget(PairModel):
 
 @pytest.mark.parametrize("wrong", [ForgetfulTarget, HoldingTarget])
 def test_a_target_whose_cache_is_behind_is_caught(wrong: type[PairModel], report: Report) -> None:
-    tokens = first_tokens(wrong(TARGET), make_draft("close"), 1, trials=FEWER_TRIALS)
+    tokens = first_tokens(wrong(TARGET), make_draft("close"), 1)
     expect_caught(report, f"loop, {wrong.__name__}", p_values(tokens, pair_laws(TARGET)))
 
 

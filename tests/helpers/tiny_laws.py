@@ -24,9 +24,9 @@ from torch_specops.schedules import Schedule
 from torch_specops.testing import chi_square
 
 V = 6
-TRIALS = 12_000
+TRIALS = 8_000
 # A transformer takes longer, and wrong loops show sooner.
-FEWER_TRIALS = 6_000
+FEWER_TRIALS = 4_000
 SEED = 1000
 # With repeated pairs, so that prompt lookup has something to say.
 PROMPTS = ([1, 0, 2, 0, 3, 0], [4, 5, 4])

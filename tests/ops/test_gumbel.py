@@ -21,7 +21,7 @@ from torch_specops.ops.cpu import gumbel
 from torch_specops.ops.uniforms import noise_key_bytes
 from torch_specops.testing import chi_square
 
-N = 10_000
+N = 6_000
 SEEDS = torch.arange(N)
 FILTERS = {"top_k": 9, "top_p": 0.8, "min_p": 0.05}
 Verify = Callable[..., tuple[Tensor, Tensor]]
