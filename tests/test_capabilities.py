@@ -35,6 +35,12 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16),
     "inference_mode": torch.inference_mode,
 }
+# Each takes a graph of its own.
+COMPILED_IN = (
+    (torch.float32, "autocast bfloat16"),
+    (torch.bfloat16, "autocast float16"),
+    (torch.float32, "inference_mode"),
+)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -50,7 +56,8 @@ def test_modes_change_nothing(op: str) -> None:
         for mode in MODES:
             with MODES[mode]():
                 assert equal(call(op, arguments), expected), mode
-                assert op != "verify_exact" or equal(compiled(**arguments), expected), mode
+                if op == "verify_exact" and (dtype, mode) in COMPILED_IN:
+                    assert equal(compiled(**arguments), expected), mode
                 assert torch.equal(torch_specops.uniforms(*numbers), uniforms), mode
         assert equal(functionalize(call)(op, arguments), expected)
 
