@@ -97,7 +97,7 @@ def test_a_compiled_step_attends_to_spans_of_a_long_cache(fresh_dynamo: None, mo
 
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
     prompts = torch.randint(3, 50, (2, 5), generator=torch.Generator().manual_seed(1))
-    model = tiny("llama").float()
+    model = tiny("llama", num_hidden_layers=1).float()
     expected = SpeculativeDecoder(model, sampling=GREEDY, compile=False).generate(prompts, max_new_tokens=6)
     for capacity, use_spans in ((MIN_SPAN_CAPACITY, True), (MIN_SPAN_CAPACITY, False), (64, True)):
         target = language_model(model)
