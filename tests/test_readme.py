@@ -5,12 +5,10 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,23 +21,24 @@ import torch_specops
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+ENVIRONMENT = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 COMMANDS = "".join(re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)).splitlines()
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def test_commands_exist() -> None:
+def test_commands_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     installed: list[str] = []
     project = (ROOT / "pyproject.toml").read_text()
     runner, cli = pytest.importorskip("typer.testing").CliRunner(), importlib.import_module("torch_specops.cli")
-    commands = run(sys.executable, "-m", "torch_specops.cli", "--help")
+    # As `python -m torch_specops.cli --help`.
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("torch_specops.cli", run_name="__main__")
+    assert end.value.code == 0
+    commands = capsys.readouterr().out
     for command in COMMANDS:
         program, first, *others = shlex.split(command, comments=True)
         if program == "pip":
