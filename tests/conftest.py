@@ -39,16 +39,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 gc.set_threshold(100_000)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
+# pytest listens to every logger that does not propagate. torch writes its trace only if somebody listens: that takes
+# time, and would fill the report of a failed compile test.
+TRACE = logging.getLogger("torch.__trace")
+TRACE.propagate = True
+TRACE.handlers.clear()
+
 NOT_REHEARSED = "not rehearsed"
 MEASURED = "measured"
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """torch's trace log would fill the report of a failed compile test. pytest's own `log_level` sets the level of the
-    root logger before and after each part of a test, which empties the caches of all loggers."""
-    reporting = session.config.pluginmanager.get_plugin("logging-plugin")
-    for handler in (reporting.caplog_handler, reporting.report_handler):
-        handler.setLevel(logging.WARNING)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
