@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 # Makes and loads a package without any op of ours, on CUDA.
-ANOTHERS = """
+UNRELATED = """
 import sys, torch
 class Twice(torch.nn.Module):
     def forward(self, x):
@@ -181,7 +181,7 @@ def test_verifications_and_texts_without_python(packages: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.not_rehearsed("AOTInductor on CUDA", runs=False)
 def test_a_verification_and_a_whole_step_on_cuda(tmp_path: Path) -> None:
-    tried = subprocess.run([sys.executable, "-c", ANOTHERS, str(tmp_path / "twice.pt2")], check=False)
+    tried = subprocess.run([sys.executable, "-c", UNRELATED, str(tmp_path / "twice.pt2")], check=False)
     if tried.returncode < 0:
         pytest.skip(
             f"torch {torch.__version__} crashes when it loads a package of x * 2 + 1 (signal {-tried.returncode})"
