@@ -279,9 +279,7 @@ def test_compiled_steps_do_too(row: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_compiled_custom_generate_sees_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the target; `test_compiled_steps_do_too` has a draft."""
-    monkeypatch.setitem(WAYS, "custom_generate", (by_custom_generate, None))
+def test_compiled_custom_generate_sees_a_config() -> None:
     assert failures("a field of the config", "sliding_window", ["custom_generate"], compile=True) == []
 
 
