@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 import torch_specops
 from torch_specops import SamplingParams, hf
 from torch_specops.drafts import EarlyExit, PromptLookup
+from torch_specops.drafts.ragged import read_beginnings
 from torch_specops.hf import TransformersModel
 from torch_specops.hf.cache import cache_argument
 
@@ -142,6 +143,30 @@ def test_rows_that_begin_later_are_read_as_if_alone(kind: str) -> None:
     requests = [torch_specops.Request(prompt, max_new_tokens=NEW, eos_token_id=()) for prompt in PROMPTS]
     found = {done.index: done.new_tokens.tolist() for done in decoder.generate_many(requests, batch_size=2)}
     assert [found[index] for index in range(len(PROMPTS))] == texts_alone(kind)
+
+
+@pytest.mark.filterwarnings("ignore:max_new_tokens")
+@pytest.mark.parametrize("kind", [pytest.param("phi3", marks=of_generate), "llama", "dynamic"])
+def test_a_text_that_is_read_again_keeps_its_prompt(kind: str) -> None:
+    """Only the prompt was read at the prompt's length. `test_turns.py` has what does not depend on it."""
+    options = {"max_new_tokens": NEW, "eos_token_id": ()}
+    decoder = torch_specops.SpeculativeDecoder(adapter_of(model_of(kind)), sampling=SamplingParams(temperature=0.0))
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for step in decoder.stream(PROMPTS, **options):
+        for text, tokens in zip(found, step.tokens, strict=True):
+            text += tokens
+        decoder.generate([[5, 6]], **options | {"max_new_tokens": 1})
+    assert found == texts_alone(kind)
+
+
+def test_equal_texts_of_other_prompts_are_read_apart() -> None:
+    adapter = adapter_of(model_of("dynamic"))
+    adapter.start(2, 64)
+    text, lengths = TOKENS[:40].expand(2, -1), torch.tensor([40, 40])
+    for prompt_lengths, are_equal in ((lengths, True), (torch.tensor([30, 40]), False)):
+        read_beginnings(adapter, text, lengths, 1, prompt_lengths)
+        keys = adapter.key_values[0].keys[:, :, :39]
+        assert torch.equal(keys[0], keys[1]) == are_equal
 
 
 def test_a_text_is_read_again_once() -> None:

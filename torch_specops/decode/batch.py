@@ -122,7 +122,8 @@ class Batch:
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
         if self._is_fixed or min(lengths) < max(lengths) or reads_first:
-            read_beginnings(target, state.tokens, state.lengths, num_unread=1)
+            prompts = state.lengths.new_tensor([len(row.prompt) for row in self.rows])
+            read_beginnings(target, state.tokens, state.lengths, num_unread=1, prompt_lengths=prompts)
             self._prefill_length = None
         else:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.

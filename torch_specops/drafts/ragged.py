@@ -75,11 +75,19 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
     _read(model, tokens, counts, rows.tolist(), FORWARD_COST if tokens.device.type == "cpu" else None)
 
 
-def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_unread: int) -> None:
-    """Let a model read the texts of all rows, whose prompts are `lengths` [B] long, except for the `num_unread` newest
-    tokens of the longest, but at least one token, to allocate a cache; equal prompts once, if it has `copy_rows`. May
-    wait for the device."""
-    begin_texts(model, lengths)
+def read_beginnings(
+    model: LanguageModel, tokens: Tensor, lengths: Tensor, num_unread: int, prompt_lengths: Tensor | None = None
+) -> None:
+    """Let a model read the texts of all rows, `lengths` [B] long, except for the `num_unread` newest tokens of the
+    longest, but at least one token, to allocate a cache; equal texts once, if it has `copy_rows`. May wait for the
+    device.
+
+    Args:
+        prompt_lengths: [B]; None = the texts are prompts.
+    """
+    # A state is read as that of a prompt: its newest forward alone can be undone.
+    prompts = lengths if prompt_lengths is None or keeps_states(model) else prompt_lengths
+    begin_texts(model, prompts)
     if reads_images(model) and model.read_images(tokens, range(len(tokens)), num_unread):
         return
     counts = [max(count, 1) for count in (lengths - num_unread).tolist()]
@@ -87,7 +95,7 @@ def read_beginnings(model: LanguageModel, tokens: Tensor, lengths: Tensor, num_u
     if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
         first: dict[tuple[int, ...], int] = {}
         width = max(counts)
-        texts = zip(lengths.tolist(), *tokens[:, :width].t().tolist(), strict=True)
+        texts = zip(lengths.tolist(), prompts.tolist(), *tokens[:, :width].t().tolist(), strict=True)
         sources = [first.setdefault(text, row) for row, text in enumerate(texts)]
         if len(first) < len(sources):
             rows = list(first.values())
