@@ -5,6 +5,7 @@ alone, because a call whose models have read for another one lets them read its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -162,6 +163,25 @@ def test_a_vocabulary_that_grows_and_shrinks() -> None:
             next(stream)
     with pytest.raises(RuntimeError, match="target: expected its 12 tokens until the texts end, got 10"):
         next(stream)
+
+
+@pytest.mark.parametrize("call", ["generate", "beam search"])
+def test_a_refused_call_that_sees_a_change(call: str) -> None:
+    """Other streams then read again, as behind a call that is not refused, and do not mix two models' keys."""
+    texts = []
+    for num_tokens in (2, -1):
+        model = tiny("llama")
+        adapter = language_model(model)
+        stream = SpeculativeDecoder(adapter, sampling=GREEDY).stream(IDS, attention_mask=MASK, max_new_tokens=8)
+        tokens = [next(stream).tokens, next(stream).tokens]
+        model.model.layers[0] = perturbed(model, 0.3).model.layers[0]
+        with nullcontext() if num_tokens > 0 else pytest.raises(ValueError, match="max_new_tokens"):
+            if call == "generate":
+                SpeculativeDecoder(adapter).generate(IDS, attention_mask=MASK, max_new_tokens=num_tokens)
+            else:
+                beam_search(adapter, IDS, attention_mask=MASK, num_beams=2, max_new_tokens=num_tokens)
+        texts.append([*tokens, *(step.tokens for step in stream)])
+    assert texts[0] == texts[1]
 
 
 def test_a_call_inside_a_call() -> None:

@@ -119,7 +119,7 @@ def beam_search(
     draft_model = _draft_model(draft, model)
     guard = Guard(model, draft_model)
     with guard.working():
-        guard.look()
+        guard.look_for_call()
 
     if inputs and reads_images(model):
         raise ValueError("inputs: beam search reads no images; expected none, and a prompt of text")

@@ -93,7 +93,8 @@ class SpeculativeDecoder:
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
-            target alone, in the same loop. A draft that reads less than the target drafts as far as it can.
+            target alone, in the same loop. A draft that reads less than the target drafts as far as it can. A
+            `DraftSource` serves one decoder at a time.
         num_draft_tokens: K >= 1, drafts per step; None = the draft's own number (`default_draft_tokens`), or 5. A
             `Schedule` object overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step
             uses the smallest sufficient K that is already compiled.
@@ -354,9 +355,9 @@ class SpeculativeDecoder:
     def _begin(
         self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, Stream]:
-        """Check a call, and read its prompts. A call that is refused leaves other streams their models."""
+        """Check a call, then take the models from other streams, and read the prompts."""
         with self._guard.working():
-            self._guard.look()
+            self._guard.look_for_call()
             prompts = read_prompts(
                 self.target, input_ids, default_sampling=self.sampling, row_rules=row_rules, **arguments
             )

@@ -71,6 +71,18 @@ class Guard:
         self._mode = mode_of(*self._parts)
         return misfit
 
+    def look_for_call(self) -> None:
+        """`look` before the texts of a call begin. If a model has changed, other streams read their texts again, even
+        where the call is refused."""
+        models = models_of(*self._parts)
+        before = [getattr(model, "version", 0) for model in models]
+        try:
+            self.look()
+        finally:
+            if before != [getattr(model, "version", 0) for model in models]:
+                for use in self._uses:
+                    use.pop("stream", None)
+
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
         """`working`, without gradients (`mode_of`), under the stream's autocast, and on the target's device: Triton
