@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench_verify import race
 from timing import Lead, Report, call_seconds, capture, environment, options_of, spread, take_turns
 from torch import Tensor
 
@@ -23,15 +24,10 @@ import torch_specops
 def calls_of(logits: Tensor) -> dict[str, Callable[[], object]]:
     batch, device = logits.shape[0], logits.device
     ones, seeds = torch.ones(batch, device=device), torch.arange(batch, device=device)
-    numbers, zeros = ones * 0.5, ones * 0
-
-    def race() -> Tensor:
-        p = logits.softmax(-1)
-        return (p / torch.empty_like(p).exponential_()).argmax(-1)
-
+    numbers, zeros = torch.rand(batch, device=device), torch.zeros(batch, device=device)
     return {
         "multinomial": lambda: torch.multinomial(logits.softmax(-1), num_samples=1),
-        "race": race,
+        "race": lambda: race(logits.softmax(-1), {}),
         "sample": lambda: torch_specops.sample(logits, numbers, ones),
         "sample, greedy": lambda: torch_specops.sample(logits, numbers, zeros),
         "argmax": lambda: logits.argmax(-1),

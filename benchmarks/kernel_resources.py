@@ -41,7 +41,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 # Where the first part of a kernel's name is not "verify_" and its module.
-PREFIXES = {"stats": "verify_exact", "attention": "attend"} | {name: name for name in ("sample", "filter", "uniforms")}
+PREFIXES = {"stats": "verify_exact", "attention": "attend"}
+PREFIXES |= {"sample": "sample", "filter": "filter", "uniforms": "uniforms"}
 
 
 def kernels() -> dict[str, Any]:

@@ -122,8 +122,8 @@ class Batch:
         with normal_tensors():
             target.start(len(lengths), state.capacity, inputs)
         if self._is_fixed or min(lengths) < max(lengths) or reads_first:
-            prompts = state.lengths.new_tensor([len(row.prompt) for row in self.rows])
-            read_beginnings(target, state.tokens, state.lengths, num_unread=1, prompt_lengths=prompts)
+            prompt_lengths = state.lengths.new_tensor([len(row.prompt) for row in self.rows])
+            read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)
             self._prefill_length = None
         else:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.

@@ -20,7 +20,7 @@ from ..drafts.base import static_tensors_of
 from ..grammars import Grammar
 from .grammar import MAX_FORCED, all_allowed
 from .graphs import CapturedStep, capture, parts_of
-from .models import models_of
+from .models import models_of, versions_of
 from .state import DecodeState, copy_state, moved, shape_of, tensors_of
 from .step import Masks, StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
 
@@ -158,11 +158,10 @@ class CompiledSteps:
     def follow_models(self) -> bool:
         """Called when the models were looked at. If any has changed, forget the graphs; compiled pieces are kept, which
         torch and their keys tell apart. Returns whether any has."""
-        models = models_of(self.target, self.draft)
-        versions = [getattr(model, "version", 0) for model in models]
+        versions = versions_of(self.target, self.draft)
         has_changed = versions != self._versions
         if has_changed:
-            self._versions = versions
+            self._versions, models = versions, models_of(self.target, self.draft)
             self._compile_keys = tuple(getattr(model, "compile_key", None) for model in models)
             self._forget_graphs()
         return has_changed

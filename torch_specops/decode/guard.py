@@ -13,7 +13,7 @@ import torch
 from torch.amp import is_autocast_available
 
 from ..drafts import DraftSource, LanguageModel
-from .models import evaluating, look_at, mode_of, models_of
+from .models import evaluating, look_at, mode_of, models_of, versions_of
 
 Autocast = torch.dtype | None
 
@@ -74,12 +74,11 @@ class Guard:
     def look_for_call(self) -> None:
         """`look` before the texts of a call begin. If a model has changed, other streams read their texts again, even
         where the call is refused."""
-        models = models_of(*self._parts)
-        before = [getattr(model, "version", 0) for model in models]
+        before = versions_of(*self._parts)
         try:
             self.look()
         finally:
-            if before != [getattr(model, "version", 0) for model in models]:
+            if versions_of(*self._parts) != before:
                 for use in self._uses:
                     use.pop("stream", None)
 

@@ -24,6 +24,11 @@ def models_of(*parts: object) -> list[Any]:
     return found
 
 
+def versions_of(*parts: object) -> list[Any]:
+    """The `version` of every model, by which a look tells that it has found a change."""
+    return [getattr(model, "version", 0) for model in models_of(*parts)]
+
+
 def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> RuntimeError | None:
     """Let the models take over what has changed in them (`LanguageModel.look`), and check that they fit each other.
 

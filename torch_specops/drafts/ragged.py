@@ -78,16 +78,12 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
 def read_beginnings(
     model: LanguageModel, tokens: Tensor, lengths: Tensor, num_unread: int, prompt_lengths: Tensor | None = None
 ) -> None:
-    """Let a model read the texts of all rows, `lengths` [B] long, except for the `num_unread` newest tokens of the
-    longest, but at least one token, to allocate a cache; equal texts once, if it has `copy_rows`. May wait for the
-    device.
-
-    Args:
-        prompt_lengths: [B]; None = the texts are prompts.
-    """
-    # A state is read as that of a prompt: its newest forward alone can be undone.
-    prompts = lengths if prompt_lengths is None or keeps_states(model) else prompt_lengths
-    begin_texts(model, prompts)
+    """Let a model read the texts of all rows, `lengths` [B] long with prompts of `prompt_lengths` [B] (None = all of
+    it), except for the `num_unread` newest tokens of the longest, but at least one token, to allocate a cache; equal
+    texts once, if it has `copy_rows`. May wait for the device."""
+    # A model that keeps states reads a whole text as it reads a prompt.
+    prompt_lengths = lengths if prompt_lengths is None or keeps_states(model) else prompt_lengths
+    begin_texts(model, prompt_lengths)
     if reads_images(model) and model.read_images(tokens, range(len(tokens)), num_unread):
         return
     counts = [max(count, 1) for count in (lengths - num_unread).tolist()]
@@ -95,7 +91,7 @@ def read_beginnings(
     if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
         first: dict[tuple[int, ...], int] = {}
         width = max(counts)
-        texts = zip(lengths.tolist(), prompts.tolist(), *tokens[:, :width].t().tolist(), strict=True)
+        texts = zip(lengths.tolist(), prompt_lengths.tolist(), *tokens[:, :width].t().tolist(), strict=True)
         sources = [first.setdefault(text, row) for row, text in enumerate(texts)]
         if len(first) < len(sources):
             rows = list(first.values())
