@@ -111,6 +111,9 @@ class Batch:
             reads_first: before the first step, not in it.
         """
         steps, target, draft = self._steps, self._target, self._draft
+        if draft is not None:
+            # Another decoder may have bound it in between.
+            draft.bind(target)
         steps.follow_models()
         expect_tokens(target, steps.most_drafts + 1)
         if draft is not None:
@@ -414,8 +417,6 @@ def _keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
     """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
     if draft is not None and draft.feature_layers:
         feature_model(target).keep_features(draft.feature_layers)
-        # Another decoder may have bound it in between.
-        draft.bind(target)
         return True
     if hasattr(target, "keep_features"):
         target.keep_features(())

@@ -85,7 +85,7 @@ class CompiledSteps:
     def __getstate__(self) -> dict[str, Any]:
         # Graphs belong to a process, and the text of a batch to its caller.
         own: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
-        return vars(self) | own | {"_static": None, "_owner": None}
+        return vars(self) | own | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.amp import is_autocast_available
 
 from ..drafts import DraftSource, LanguageModel
+from ..drafts.model import SampledDraft
 from .models import evaluating, look_at, mode_of, models_of, versions_of
 
 Autocast = torch.dtype | None
 
-# Shared by all decoders of a model, because it has one cache: the "thread" at work, and the "stream" whose texts it has
-# read. A transformers model gets an adapter, and with it a cache, for each decoder.
+# Shared by all decoders of a model, because it has one cache: the "thread" at work, the "stream" whose texts it has
+# read, and "in_step" while it reads. A transformers model gets an adapter, and with it a cache, for each decoder.
 _uses: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
-_uses_lock = threading.Lock()
+_guards: WeakSet[Guard] = WeakSet()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +44,9 @@ class Guard:
         self._parts = target, draft
         self._device = target.device
         self._mode = mode_of(target, draft)
-        # A source that reads features has caches, as a model has.
-        parts = (part for part in models_of(draft) if not isinstance(part, DraftSource) or part.feature_layers)
-        models = [target, *parts]
-        self._uses = [_use_of(model) for model in models]
+        self._uses = [_use_of(part) for part in [target, *models_of(draft)] if _has_cache(part)]
+        with _lock:
+            _guards.add(self)
 
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | LanguageModel | None]]:
         # Make a new guard: the shared state belongs to its process.
@@ -84,19 +86,35 @@ class Guard:
 
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
-        """`working`, without gradients (`mode_of`), under the stream's autocast, and on the target's device: Triton
-        launches on the current device, and streams of CUDA belong to it."""
+        """`working`, in a step or while prompts are read: without gradients (`mode_of`), under the stream's autocast,
+        and on the target's device: Triton launches on the current device, and streams of CUDA belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with self.working(), self._mode(), on_device, _autocast(self._device, stream.autocast):
+        with self.working(), self._in_step(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield
 
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        try:
+            for use in self._uses:
+                use["in_step"] = True
+            yield
+        finally:
+            for use in self._uses:
+                use.pop("in_step", None)
+
     def working(self) -> AbstractContextManager[None]:
-        """May be nested in one thread.
+        """May be nested in one thread, but not inside `computing`.
 
         Raises:
-            RuntimeError: when it is entered, if another thread is at work.
+            RuntimeError: this thread is inside `computing`; or, when it is entered, another thread is at work.
         """
         thread = threading.get_ident()
+        if any("in_step" in use and use.get("thread") == thread for use in self._uses):
+            raise RuntimeError(
+                "SpeculativeDecoder: a step of this decoder, or of another with its target or draft, is under way and "
+                "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
+                "read; make another decoder for it (they may share transformers models)"
+            )
         # A call inside a call may use further models.
         free = [use for use in self._uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
@@ -123,15 +141,36 @@ class Guard:
 def _release(uses: list[dict[str, Any]], thread: int) -> None:
     for use in uses:
         if use.get("thread") == thread:
+            use.pop("in_step", None)
             del use["thread"]
+
+
+def _has_cache(part: object) -> bool:
+    """Whether calls leave something in a model or draft that they read again."""
+    return not isinstance(part, DraftSource) or isinstance(part, SampledDraft) or len(part.feature_layers) > 0
 
 
 def _use_of(model: object) -> dict[str, Any]:
     use: dict[str, Any] = {}
     # A model that cannot be hashed (a dataclass that compares by value) is guarded within one decoder only.
-    with _uses_lock, suppress(TypeError):
+    with _lock, suppress(TypeError):
         use = _uses.setdefault(model, use)
     return use
+
+
+def _begin_child() -> None:
+    """In a forked process: of the parent's threads only this one goes on. What the others were reading is not whole."""
+    _lock.release()
+    thread = threading.get_ident()
+    for guard in _guards:
+        for use in guard._uses:
+            if use.get("thread", thread) != thread:
+                use.clear()
+
+
+# Windows has no fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_child)
 
 
 def autocast_of(device: torch.device) -> Autocast:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..drafts import DraftSource, LanguageModel, TokenMap
-from ..drafts.ragged import keeps_states
 
 
 def models_of(*parts: object) -> list[Any]:
@@ -59,14 +58,16 @@ def _named(name: str, error: Exception) -> str:
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
     """Raise ValueError if the vocabulary or device of the draft, or of a source inside, is known and differs from the
-    target's, or if it drafts with an adapter of the target that keeps states, which both would write."""
+    target's, or if a model would be read in two places, with one cache."""
     if draft is None:
         return
-    if keeps_states(target) and any(model is target for model in models_of(draft)):
-        raise ValueError(
-            "draft: expected another adapter than the target's, whose states it would overwrite; "
-            "torch_specops.hf.language_model makes one"
-        )
+    models = [model for model in models_of(target, draft) if not isinstance(model, DraftSource)]
+    for index, model in enumerate(models):
+        if any(model is other for other in models[:index]):
+            raise ValueError(
+                f"draft: expected an object for each place where a model is read, got one {type(model).__name__} in "
+                "two: its cache has room for one of them (torch_specops.hf.language_model makes an adapter for each)"
+            )
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "

@@ -86,7 +86,8 @@ class DraftSource(ABC):
         cls.is_checked = not cls.propose.__module__.startswith("torch_specops.")
 
     def bind(self, target: LanguageModel) -> None:
-        """Called when the source becomes the draft of a target; with `feature_layers`, also before every `start`."""
+        """Called when the source becomes the draft of a target, and before every `start`, because another decoder may
+        have bound it in between."""
 
     def expect(self, num_draft_tokens: int) -> None:
         """Called before `start`: no step of the batch has more drafts than these."""

@@ -37,11 +37,14 @@ class EarlyExit(ModelDraft):
     def __init__(self, num_layers: int) -> None:
         checks.check_int("num_layers", num_layers, 1)
         self.num_layers = num_layers
+        self._layers_of: LanguageModel | None = None
 
     def bind(self, target: LanguageModel) -> None:
         if not hasattr(target, "first_layers"):
             raise TypeError(f"target: early exit needs the method first_layers, which {type(target).__name__} lacks")
-        super().__init__(target.first_layers(self.num_layers))
+        if target is not self._layers_of:
+            super().__init__(target.first_layers(self.num_layers))
+            self._layers_of = target
         super().bind(target)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

@@ -43,20 +43,18 @@ class FeatureDraft(SampledDraft):
     # How many positions a step reads again, besides those that are new.
     num_reread = 0
     head: Any
+    # A decoder binds its draft before every start.
     _target: FeatureModel
+    # The keys and values of the network's layers, once there are any.
+    _caches: Sequence[RaggedKeyValues] = ()
+    # [B] the positions that each row had read at the last look. Only steps on a CPU look.
+    _num_read: Tensor
+    _most_drafts = 0
+    _of_calls = SampledDraft._of_calls | {"_target", "_caches", "_num_read", "_most_drafts"}
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
-        # The keys and values of the network's layers, once there are any.
-        self._caches: Sequence[RaggedKeyValues] = ()
-        # [B] the positions that each row had read at the last look. Only steps on a CPU look.
-        self._num_read = torch.zeros(0, dtype=torch.int64)
-        self._most_drafts = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A decoder binds its draft anew.
-        return {name: value for name, value in vars(self).items() if name != "_target"}
 
     @property
     def _weight(self) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class _Lookup(DraftSource):
 
     # [B, S] int64, the encoder's tokens, with -1 for padding and at the end; None = there are none.
     _input: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It belongs to a call.
+        return {name: value for name, value in vars(self).items() if name != "_input"}
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._keep(_tokens_of(inputs, tokens.device))
@@ -158,6 +163,14 @@ class SuffixLookup(_Lookup):
         # Texts, each followed by a -1, the newest last.
         with normal_tensors():
             self._memory = torch.full((memory,), -1, device="cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch would share the memory of a tensor with another process, which remembers texts of its own.
+        return super().__getstate__() | {"_memory": self._memory.cpu().numpy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with normal_tensors():
+            vars(self).update(state | {"_memory": torch.tensor(state["_memory"], device="cpu")})
 
     def forget(self) -> None:
         """Empty the memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,16 @@ class SampledDraft(DraftSource):
 
     deterministic = False
     compiles_itself = True
+    _shape: Hashable | None = None
+    # The attributes that belong to a call. No copy and no pickle has them: torch shares the memory of tensors that it
+    # sends to other processes.
+    _of_calls: ClassVar[frozenset[str]] = frozenset({"_shape"})
 
     def __init__(self) -> None:
         self._pieces = CompiledPieces()
-        self._shape: Hashable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._of_calls}
 
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape
@@ -124,13 +130,15 @@ class ModelDraft(SequentialDraft):
             asked to read beyond its `max_length`.
     """
 
+    # The slots of the model's cache, if texts may have more.
+    _room: int | None = None
+    # [B, 1] how much `start` and `restart` have read of each row.
+    _begun: Tensor
+    _of_calls = SampledDraft._of_calls | {"_room", "_begun"}
+
     def __init__(self, model: LanguageModel | nn.Module) -> None:
         super().__init__()
         self.model = as_language_model("model", model)
-        # The slots of the model's cache, if texts may have more.
-        self._room: int | None = None
-        # [B, 1] how much `start` and `restart` have read of each row.
-        self._begun = torch.zeros(0, 1, dtype=torch.int64)
         self._takes_inputs = True
 
     # An `EarlyExit` has no model before it is bound.

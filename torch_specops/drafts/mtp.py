@@ -42,12 +42,14 @@ class MTP(FeatureDraft):
         (b'to be a great de', True)
     """
 
+    _cache: Any = None
+    _of_calls = FeatureDraft._of_calls | {"_cache"}
+
     def __init__(self, head: Any) -> None:
         super().__init__(head)
         self.vocab_size: int = head.vocab_size
         self.default_draft_tokens = len(head.layers)
         self.num_reread = len(head.layers) - 1
-        self._cache: Any = None
 
     @classmethod
     def from_pretrained(

@@ -45,6 +45,7 @@ class EncoderDecoderModel(TransformersModel):
         if self._is_t5:
             self.max_length = None
 
+    _settings = TransformersModel._settings | {"_encodes_for_us"}
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
     reads_inputs = True
@@ -77,7 +78,7 @@ class EncoderDecoderModel(TransformersModel):
             width, expected = draft.model.config.d_model, self.model.config.d_model
             if width != expected:
                 raise ValueError(f"draft: expected a decoder of encoder states of width {expected}, got {width}")
-            draft = WhisperDecoder(draft.model)
+            draft = draft if isinstance(draft, WhisperDecoder) else WhisperDecoder(draft.model)
         elif not isinstance(draft, EncoderDecoderModel) or draft.model.get_encoder() is not self.model.get_encoder():
             return draft
         draft._encodes_for_us = self

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from .cache import RaggedCache, placed
 from .hybrid import HybridModel
 from .models import Check, TransformersModel
-from .shadow_model import ShadowModel
 
 # The tests compare these with transformers' own decoding. What others read is compared when they first get an image.
 TESTED_MODELS = {"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
@@ -56,10 +55,6 @@ class ImageTextModel(TransformersModel):
         # [B] int64, at one address for all batches of a size; None = positions count the tokens.
         self._deltas: Tensor | None = None
         super().__init__(model, num_layers, check)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # No pickle holds the hooks that transformers adds to a tower in a forward.
-        return super().__getstate__() | {"prepared": ShadowModel().of(self.model)}
 
     def _understand(self) -> None:
         super()._understand()

@@ -81,6 +81,8 @@ class TransformersModel:
     reads_inputs = False
     use_spans = True
     _cache_kind: type[RaggedCache] = RaggedCache
+    # The attributes that a copy has too.
+    _settings = frozenset({"eager_because", "use_spans"})
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         self.model = model
@@ -98,9 +100,11 @@ class TransformersModel:
         self._copy = ShadowModel()
         self._take_over()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The next look makes another copy of the model, which has to be understood.
-        return vars(self) | {"_understood": 0}
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The model and the settings. What was read stays behind: torch shares the memory of tensors that it sends to
+        # other processes, and all of them would write to one cache.
+        settings = {name: value for name, value in vars(self).items() if name in self._settings}
+        return type(self), (self.model, self._first_layers, self._check), settings
 
     def look(self) -> None:
         """Take over what has changed in the model: its classes, configs, modules, hooks and attributes. A `start` that

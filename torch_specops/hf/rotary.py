@@ -62,7 +62,6 @@ def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
             yield module, growing
 
 
-# A function of the module, because pickle would find a method by its name.
 def _rotate(
     rotary: Any, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:

@@ -30,10 +30,6 @@ class ShadowModel:
         self.newest = Look(self._copies, None)
         self.version = 0
 
-    def __reduce__(self) -> tuple[type[ShadowModel], tuple[()]]:
-        # Weak references cannot be pickled, and the next look makes the copies anew.
-        return ShadowModel, ()
-
     def of(self, model: PreTrainedModel, own_layers: bool = False) -> PreTrainedModel:
         """Look at `model`; returns its copy, the same object in every call.
 

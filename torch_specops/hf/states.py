@@ -207,10 +207,6 @@ class StateReader:
         self._forward = partial(_read, self)
         self._code: Any = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copied model makes its modules anew, and then its readers.
-        return {}
-
     def attach(self) -> None:
         """Read instead of the module, whose class and attributes a look has made anew."""
         module, code = self._module, type(self._module).forward
