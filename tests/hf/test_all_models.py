@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import torch_specops
 from torch_specops import GenerationOutput, SamplingParams
 from torch_specops.drafts import PromptLookup
+from torch_specops.drafts.ragged import expect_tokens
 from torch_specops.hf import language_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -201,6 +202,50 @@ def test_no_model_gets_other_tokens_than_from_transformers(kind: str) -> None:
     assert is_listed
     has_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
     assert language_model(model.float()).supports_spans == (has_sdpa and kind not in NO_SPANS)
+
+
+# Drafts that read hidden states cannot have these, and why.
+WITHOUT_FEATURES = dict.fromkeys(
+    ("hrm_text", "llama4_text", "modernbert-decoder", "mpt"),
+    (ValueError, "does not keep its layers where other models do"),
+) | {"gemma3n_text": (RuntimeError, r"expected hidden states of all \[2, 11\] tokens in layer 0, got \[4, 2\]")}
+# Their hidden states begin with what the first layer gives.
+WITHOUT_EMBEDDINGS = ("falcon_mamba", "mamba", "mamba2")
+
+
+@torch.no_grad()
+def feature_difference(model: PreTrainedModel, kind: str) -> float:
+    """How far the features of a prefill, of which the newest logits are wanted, are from the model's hidden states."""
+    adapter, tokens = language_model(model), torch.tensor(PROMPTS[0]).repeat(2, 1)
+    tokens[1] += 1
+    adapter.keep_features(range(adapter.num_layers + 1))
+    expect_tokens(adapter, 1)
+    adapter.start(2, 16)
+    adapter.begin_texts(torch.full((2,), tokens.shape[1]))
+    adapter.forward(tokens, torch.arange(tokens.shape[1]).expand(2, -1), 1)
+    features = adapter.features[:, : tokens.shape[1]].split(adapter.hidden_size, 2)
+    states = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    if kind in WITHOUT_EMBEDDINGS:
+        features, states = features[1:], (*states[:-2], states[-1])
+    return max(float((mine - own).abs().max()) for mine, own in zip(features, states, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "gemma4_text" else pytest.mark.slow) for kind in families()]
+)
+def test_features_are_the_hidden_states(kind: str) -> None:
+    """Gemma 4 with shared keys leaves tokens out of its last layers if the number of logits is given as a number."""
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("this release of transformers has no such model")
+    model = small_model(kind)
+    if model.config.is_encoder_decoder:
+        pytest.skip("its features are the decoder's")
+    if kind in WITHOUT_FEATURES:
+        error, message = WITHOUT_FEATURES[kind]
+        with pytest.raises(error, match=message):
+            feature_difference(model, kind)
+    else:
+        assert feature_difference(model, kind) < 1e-5
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)

@@ -185,6 +185,11 @@ class FeatureBuffer:
             hidden = arguments[0] if arguments else named["hidden_states"]
         assert self.values is not None and self.cache is not None and self.cache.slots is not None
         slots, owners = self.cache.slots, self.cache.owners
+        if hidden.shape[:2] != slots.shape:
+            raise RuntimeError(
+                f"forward: expected hidden states of all {list(slots.shape)} tokens in layer {self.layers[part]}, got "
+                f"{list(hidden.shape[:2])}; a draft that reads them cannot draft for this model"
+            )
         if owners is None:
             owners = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
         first, size = part * hidden.shape[-1], hidden.shape[-1]

@@ -175,7 +175,8 @@ class ImageTextModel(TransformersModel):
         if positions is not None:
             vars(positions)["rope_deltas"] = None
         try:
-            output = self.prepared(**arguments, use_cache=cache is not None, logits_to_keep=int(cache is not None))
+            kept = self._logits_to_keep(tokens.shape[1], None if cache is None else 1)
+            output = self.prepared(**arguments, use_cache=cache is not None, logits_to_keep=kept)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:

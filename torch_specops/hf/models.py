@@ -388,8 +388,15 @@ class TransformersModel:
             "attention_mask": mask,
             "position_ids": self._position_ids(positions),
             self._cache_argument: self._require_cache(),
-            "logits_to_keep": num_logits or 0,
+            "logits_to_keep": self._logits_to_keep(tokens.shape[1], num_logits),
         }
+
+    def _logits_to_keep(self, num_tokens: int, num_logits: int | None) -> int | Tensor:
+        """The model's argument of that name, for the last logits of a forward; None = all."""
+        if self._features is None or num_logits in (None, num_tokens):
+            return num_logits or 0
+        # Given a number, Gemma 4 with shared keys leaves the other tokens out of its last layers.
+        return torch.arange(num_tokens - num_logits, num_tokens, device=self.device)
 
     def rounding_of(self, logits: Tensor) -> float:
         """How much rounding may explain of a difference from these logits, far more than it is and far less than a
