@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_grammars import Allowing
 from tiny_loops import GREEDY, expected_rows, limited, new_tokens
 from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, tiny
 from torch import Tensor
@@ -19,7 +21,8 @@ import torch_specops
 from torch_specops import Request, SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.decode import guard
-from torch_specops.drafts import PromptLookup
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, ModelDraft, PromptLookup, TokenMap
+from torch_specops.hf import language_model
 
 IDS, MASK = padded(PROMPTS, "left")
 CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 8}
@@ -127,6 +130,115 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     while not session.is_idle:
         session.step()
     assert torch.equal(handle.result().tokens, expected[0]) and ended.result(timeout=0).finish_reason == "error"
+
+
+class Calling(DraftSource):
+    """Makes a call in every step."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        self.call()
+        return PromptLookup(min_ngram=1).propose(tokens, lengths, num_draft_tokens)
+
+
+class CallingGrammar(Allowing):
+    """Allows everything, and makes a call when it is asked."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(lambda text: range(60))
+        self.call = call
+
+    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
+        self.call()
+        super().fill_bitmask(bitmask, row)
+
+    def accept(self, token: int) -> bool:
+        self.call()
+        return super().accept(token)
+
+
+@pytest.mark.parametrize("place", ["draft", "grammar", "forward"])
+def test_a_call_inside_a_step_is_refused(place: str) -> None:
+    """Between the drafts and the target's forward it would overwrite what both have read: another text, in silence."""
+    target, errors = language_model(tiny("llama")), list[Exception]()
+    texts: dict[str, Any] = {"input_ids": torch.tensor([[5, 6, 5], [9, 8, 9]]), "max_new_tokens": 8}
+    other = texts | {"input_ids": texts["input_ids"] + 1}
+    second = SpeculativeDecoder(target, sampling=GREEDY)
+    expected = new_tokens(second.generate(**texts))
+    session = second.session(2, max_length=20)
+    session.submit([5, 6])
+    calls = (
+        lambda: second.generate(**other),
+        lambda: beam_search(target, other["input_ids"], num_beams=2),
+        lambda: second.session(2, max_length=20),
+        lambda: second.stream(**other),
+        session.step,
+    )
+
+    def call() -> None:
+        for each in calls:
+            try:
+                each()
+            except RuntimeError as error:
+                errors.append(error)
+
+    draft = Calling(call) if place == "draft" else PromptLookup(min_ngram=1)
+    decoder = SpeculativeDecoder(target, draft, sampling=GREEDY, num_draft_tokens=3, schedule="constant")
+    if place == "grammar":
+        texts["grammar"] = [CallingGrammar(call), None]
+    if place == "forward":
+        target.prepared.register_forward_pre_hook(lambda *given: call())
+    assert new_tokens(decoder.generate(**texts)) == expected
+    assert len(errors) >= 15 and all("is under way and has called this code" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("kind", [PairModel, language_model])
+def test_a_model_is_not_read_in_two_places(kind: Callable[[Any], Any]) -> None:
+    """It has one cache: the draft's prompt would replace the target's."""
+    source: list[Any] = (
+        [random_table(8, 5), random_table(8, 6)] if kind is PairModel else [tiny("llama"), tiny("llama")]
+    )
+    model, other = map(kind, source)
+    twins = torch.arange(model.vocab_size)
+    drafts = [
+        model,
+        ModelDraft(model),
+        TokenMap(model, twins),
+        HierarchicalDraft(model),
+        HierarchicalDraft(other, model),
+        HierarchicalDraft(other, TokenMap(model, twins)),
+        HierarchicalDraft(other, other),
+    ]
+    for draft in drafts:
+        with pytest.raises(ValueError, match="draft: expected other models than the target"):
+            SpeculativeDecoder(model, draft)
+    if kind is language_model:
+        with pytest.raises(ValueError, match="draft: expected other models than the target"):
+            beam_search(model, SHORT, num_beams=2, draft=model)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_decodes_although_another_thread_was_at_work() -> None:
+    model = Interrupted(random_table(8, seed=5))
+    decoder = SpeculativeDecoder(model, sampling=GREEDY)
+    expected = decoder.generate(SHORT, max_new_tokens=6).sequences
+    is_inside, goes_on = threading.Event(), threading.Event()
+    model.meanwhile = lambda: (is_inside.set(), goes_on.wait(60))
+    thread = threading.Thread(target=decoder.generate, args=(SHORT,), kwargs={"max_new_tokens": 1})
+    thread.start()
+    is_inside.wait(60)
+    if (child := os.fork()) == 0:
+        code = 1
+        with contextlib.suppress(RuntimeError):
+            model.meanwhile = None
+            code = 0 if torch.equal(decoder.generate(SHORT, max_new_tokens=6).sequences, expected) else 2
+        os._exit(code)
+    goes_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("is_observed", [True, False])

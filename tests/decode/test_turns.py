@@ -22,7 +22,7 @@ from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.decode import Step
 from torch_specops.decode.batch import Batch
-from torch_specops.drafts import MTP, DraftSource, HierarchicalDraft
+from torch_specops.drafts import MTP, DraftSource, EarlyExit, HierarchicalDraft
 from torch_specops.hf import language_model
 
 IDS, MASK = padded(PROMPTS, "left")
@@ -117,13 +117,12 @@ class Reads(DraftSource):
         return DRAFTS["n-gram"]("llama").propose(tokens, lengths, *rest)
 
 
-@pytest.mark.parametrize("shared", ["target", "draft", "draft of a draft", "draft that reads features"])
+@pytest.mark.parametrize("shared", ["target", "draft", "draft of a draft", "draft that reads features", "early exit"])
 def test_streams_of_decoders_that_share_a_model(shared: str) -> None:
     target, small = (PairModel(random_table(8, seed)) for seed in (5, 6))
     ids = torch.tensor([[1, 2], [3, 4]])
-    if shared == "draft that reads features":
-        reads = Reads()
-        loops = [SpeculativeDecoder(shared_tiny(family), reads, sampling=GREEDY) for family in ("llama", "gpt2")]
+    if own := {"draft that reads features": Reads(), "early exit": EarlyExit(1)}.get(shared):
+        loops = [SpeculativeDecoder(shared_tiny(family), own, sampling=GREEDY) for family in ("llama", "gpt2")]
     else:
         own = {"draft": small, "draft of a draft": HierarchicalDraft(PairModel(random_table(8, 7)), small)}.get(shared)
         other = target if shared == "target" else PairModel(target.table)

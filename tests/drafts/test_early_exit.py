@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from tiny_loops import decode
-from tiny_models import PROMPTS, raised, tiny
+from tiny_loops import GREEDY, decode, expected_rows, limited, new_tokens
+from tiny_models import PROMPTS, encoder_inputs, padded, raised, shared_tiny, tiny
 from transformers import PreTrainedModel
 
 import torch_specops
@@ -62,6 +62,20 @@ def test_a_deep_whisper_has_a_cache_for_each_layer() -> None:
     # More decoder layers than the config class has by default, and another number than the encoder's.
     output = decode(EarlyExit(5), 3, family="whisper", target=tiny("whisper", decoder_layers=6), max_new_tokens=12)
     assert output.lengths.tolist() == [len(prompt) + 12 for prompt in PROMPTS]
+
+
+def test_decoders_take_turns_with_one_source() -> None:
+    """It drafts for each target with that target's layers."""
+    exits, loops = EarlyExit(1), []
+    for family, rows in (("whisper", 3), ("t5", 2)):
+        decoder = torch_specops.SpeculativeDecoder(shared_tiny(family), exits, sampling=GREEDY, schedule="constant")
+        loops.append((decoder, family, rows))
+    for _ in range(2):
+        for decoder, family, rows in loops:
+            ids, mask = padded(PROMPTS[:rows], "left")
+            inputs = encoder_inputs(family, slice(0, rows))
+            output = decoder.generate(ids, attention_mask=mask, inputs=inputs, max_new_tokens=9, eos_token_id=())
+            assert new_tokens(output) == limited(expected_rows(family=family)[:rows], [9] * rows)
 
 
 def test_bad_numbers_of_layers() -> None:

@@ -65,8 +65,8 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
     for index, model in enumerate(models):
         if any(model is other for other in models[:index]):
             raise ValueError(
-                f"draft: expected an object for each place where a model is read, got one {type(model).__name__} in "
-                "two: its cache has room for one of them (torch_specops.hf.language_model makes an adapter for each)"
+                "draft: expected other models than the target and other drafts in it have, because each has one cache; "
+                f"got the same {type(model).__name__} twice (torch_specops.hf.language_model makes an adapter for each)"
             )
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
         raise ValueError(

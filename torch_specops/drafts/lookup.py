@@ -67,6 +67,11 @@ class _Lookup(DraftSource):
     def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
         """[B, N] other texts and then each row's own; [B, 1] the index of each row's last token; the index of its
         first."""
+        if self._input is not None and len(self._input) != len(tokens):
+            raise RuntimeError(
+                f"draft: another decoder has used this {type(self).__name__} since, for {len(self._input)} rows; "
+                "expected a lookup for each decoder with an encoder"
+            )
         before = before if self._input is None else (*before, self._input)
         text = torch.cat([*before, tokens], 1) if before else tokens
         own = text.shape[1] - tokens.shape[1]
