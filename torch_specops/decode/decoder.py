@@ -86,9 +86,9 @@ class SpeculativeDecoder:
     filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
     pieces, once.
 
-    Streams and sessions of one decoder, or of decoders that share a model, may take turns. If another call has used its
-    models in the meantime, a call lets them read its texts again, which costs a prefill. Inputs besides the tokens (an
-    encoder's, images) are not kept: such a call ends with a RuntimeError instead.
+    Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. If another call
+    has used its models in the meantime, a call lets them read its texts again, which costs a prefill. Inputs besides
+    the tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
@@ -118,9 +118,9 @@ class SpeculativeDecoder:
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
-            differs from the target's.
+            differs from the target's; one `LanguageModel` as target and draft.
         RuntimeError: from any method, while another thread uses this decoder, or another with the same `LanguageModel`
-            as its target or draft (docs/serving.md, "Threads").
+            as its target or draft (docs/serving.md, "Threads"); or inside a step of such a decoder.
 
     Examples:
         >>> import torch, transformers, torch_specops

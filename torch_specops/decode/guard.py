@@ -38,13 +38,17 @@ class Stream:
 
 
 class Guard:
-    """Lets one thread at a time work with a target and a draft, in evaluation mode."""
+    """Lets one thread at a time work with a target and a draft, in evaluation mode.
+
+    Attributes:
+        uses: of the models, and of the drafts that have caches.
+    """
 
     def __init__(self, target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
         self._parts = target, draft
         self._device = target.device
         self._mode = mode_of(target, draft)
-        self._uses = [_use_of(part) for part in [target, *models_of(draft)] if _has_cache(part)]
+        self.uses = [_use_of(part) for part in [target, *models_of(draft)] if _has_cache(part)]
         with _lock:
             _guards.add(self)
 
@@ -60,8 +64,8 @@ class Guard:
 
     def take_models(self, stream: Stream) -> bool:
         """Called before the models read for a stream; returns whether they have read for another stream since."""
-        has_changed = any(use.get("stream") is not stream for use in self._uses)
-        for use in self._uses:
+        has_changed = any(use.get("stream") is not stream for use in self.uses)
+        for use in self.uses:
             use["stream"] = stream
         return has_changed
 
@@ -81,7 +85,7 @@ class Guard:
             self.look()
         finally:
             if versions_of(*self._parts) != before:
-                for use in self._uses:
+                for use in self.uses:
                     use.pop("stream", None)
 
     @contextmanager
@@ -95,11 +99,11 @@ class Guard:
     @contextmanager
     def _in_step(self) -> Iterator[None]:
         try:
-            for use in self._uses:
+            for use in self.uses:
                 use["in_step"] = True
             yield
         finally:
-            for use in self._uses:
+            for use in self.uses:
                 use.pop("in_step", None)
 
     def working(self) -> AbstractContextManager[None]:
@@ -109,14 +113,14 @@ class Guard:
             RuntimeError: this thread is inside `computing`; or, when it is entered, another thread is at work.
         """
         thread = threading.get_ident()
-        if any("in_step" in use and use.get("thread") == thread for use in self._uses):
+        if any("in_step" in use and use.get("thread") == thread for use in self.uses):
             raise RuntimeError(
                 "SpeculativeDecoder: a step of this decoder, or of another with its target or draft, is under way and "
                 "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
                 "read; make another decoder for it (they may share transformers models)"
             )
         # A call inside a call may use further models.
-        free = [use for use in self._uses if use.get("thread") != thread]
+        free = [use for use in self.uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
 
     @contextmanager
@@ -163,7 +167,7 @@ def _begin_child() -> None:
     _lock.release()
     thread = threading.get_ident()
     for guard in _guards:
-        for use in guard._uses:
+        for use in guard.uses:
             if use.get("thread", thread) != thread:
                 use.clear()
 

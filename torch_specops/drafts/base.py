@@ -237,7 +237,8 @@ class LanguageModel(Protocol):
 
     A `forward` may run in inference mode or in `torch.no_grad`, and the mode may change between two of them. What later
     forwards write, such as a cache, must be made outside inference mode, where `start`, `clear_rows`, `begin_texts` and
-    `replace_inputs` run.
+    `replace_inputs` run. A pickle should have no cache (`__getstate__`), because torch shares the memory of tensors
+    that it sends to other processes.
 
     The other members are optional. `static_tensors()`, as in `DraftSource`, returns its cache and weights; without it,
     each batch captures its CUDA graphs again. `first_layers(num_layers)`, which `EarlyExit` needs, returns the model

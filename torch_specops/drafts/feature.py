@@ -50,7 +50,7 @@ class FeatureDraft(SampledDraft):
     # [B] the positions that each row had read at the last look. Only steps on a CPU look.
     _num_read: Tensor
     _most_drafts = 0
-    _of_calls = SampledDraft._of_calls | {"_target", "_caches", "_num_read", "_most_drafts"}
+    _of_calls: ClassVar[Sequence[str]] = ("_target", "_caches", "_num_read", "_most_drafts")
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()

@@ -35,15 +35,16 @@ class SampledDraft(DraftSource):
     deterministic = False
     compiles_itself = True
     _shape: Hashable | None = None
-    # The attributes that belong to a call. No copy and no pickle has them: torch shares the memory of tensors that it
-    # sends to other processes.
-    _of_calls: ClassVar[frozenset[str]] = frozenset({"_shape"})
+    # The attributes of a class that belong to a call. No copy and no pickle has them, because torch shares the memory
+    # of tensors that it sends to other processes.
+    _of_calls: ClassVar[Sequence[str]] = ("_shape",)
 
     def __init__(self) -> None:
         self._pieces = CompiledPieces()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in self._of_calls}
+        left = {name for kind in type(self).__mro__ for name in vars(kind).get("_of_calls", ())}
+        return {name: value for name, value in vars(self).items() if name not in left}
 
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape
@@ -134,7 +135,7 @@ class ModelDraft(SequentialDraft):
     _room: int | None = None
     # [B, 1] how much `start` and `restart` have read of each row.
     _begun: Tensor
-    _of_calls = SampledDraft._of_calls | {"_room", "_begun"}
+    _of_calls: ClassVar[Sequence[str]] = ("_room", "_begun")
 
     def __init__(self, model: LanguageModel | nn.Module) -> None:
         super().__init__()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class MTP(FeatureDraft):
     """
 
     _cache: Any = None
-    _of_calls = FeatureDraft._of_calls | {"_cache"}
+    _of_calls: ClassVar[Sequence[str]] = ("_cache",)
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
