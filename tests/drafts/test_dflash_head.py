@@ -18,6 +18,7 @@ from torch_specops.drafts.dflash_head import read_drafter, read_drafter_config
 
 CPU = torch.device("cpu")
 INNER = ZLAB["dflash_config"]
+IDS = "eagle_aux_hidden_state_layer_ids"
 MUSE = SIZES | {"model_type": "muse_glimmer_assistant", "rope_parameters": {"rope_theta": 9.0}} | INNER
 
 
@@ -63,6 +64,7 @@ def test_configs_that_are_not_known() -> None:
     def of_block(**fields: Any) -> dict[str, Any]:
         return ZLAB | {"dflash_config": INNER | fields}
 
+    mrope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
     others = "; DFlash2, DSpark and drafters of the speculators library compute otherwise, and are not read"
     cases: list[tuple[Any, type[Exception], str]] = [
         (ZLAB | {"architectures": ["DFlash2DraftModel"]}, ValueError, rf"config: .* got \['DFlash2.*'qwen3'{others}"),
@@ -92,6 +94,12 @@ def test_configs_that_are_not_known() -> None:
             ValueError,
             "config: expected factor beside rope_type 'linear'",
         ),
+        (ZLAB | {"rope_scaling": mrope}, ValueError, "config: rope_scaling has mrope_section; known are factor"),
+        (ZLAB | {"block_size": 4}, ValueError, "config: block_size is 4, and 9 in dflash_config"),
+        (ZLAB | {IDS: [0, 1]}, ValueError, rf"config: expected {IDS} None or \[1, 2\], got \[0, 1\]"),
+        (ZLAB | {"num_aux_hidden_states": 3}, ValueError, "config: expected num_aux_hidden_states None or 2, got 3"),
+        (ZLAB | {"draft_vocab_size": 5}, ValueError, "config: expected draft_vocab_size None or 60, got 5"),
+        (ZLAB | {"is_causal": "no"}, ValueError, "config: expected is_causal None or True or False, got 'no'"),
         (of_block(target_layer_ids=[]), ValueError, r"config: expected a list of layers as target_layer_ids, got \[\]"),
         (of_block(target_layer_ids=[-1]), ValueError, "config: expected a list of layers as target_layer_ids"),
     ]

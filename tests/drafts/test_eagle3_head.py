@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_eagle3 import chain_logits, new_head
+from tiny_dflash import norm, rotated
+from tiny_eagle3 import chain_logits, new_head, save_head
 from tiny_models import PairModel, raised, random_table, tiny
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -62,6 +64,56 @@ def test_logits_are_those_of_the_speculators_library(name: str, tmp_path: Path) 
     assert head.config.feature_layers == ((1, 3) if name == "qwen3" else (0, 2, 4))
 
 
+def plain_logits(raw: dict[str, Any], weights: dict[str, Tensor], *chain: Tensor) -> Tensor:
+    """[K, V]: what K drafts were drawn from, as vLLM, SGLang and TensorRT-LLM compute it, given features [N, F * H],
+    the tokens [N] after each and drafts [K]."""
+    features, following, drafts = chain
+    raw = raw | raw["eagle_config"]
+    own = {name.removeprefix("midlayer."): w for name, w in weights.items() if name.startswith("midlayer.")}
+    if raw.get("fc_norm"):
+        parts = enumerate(features.chunk(3, -1))
+        features = torch.cat([norm(part, weights[f"fc_norm.{i}.weight"], 1e-6) for i, part in parts], -1)
+    hidden, logits = features @ weights["fc.weight"].T, []
+    for depth in range(len(drafts)):
+        embedded = weights["embed_tokens.weight"][torch.cat([following, drafts[:depth]])]
+        read = norm(hidden, own["hidden_norm.weight"], 1e-6)
+        residual = read if raw.get("norm_before_residual") else hidden
+        read = torch.cat([norm(embedded, own["input_layernorm.weight"], 1e-6), read], -1)
+        q, k, v = (
+            (read @ own[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1) for name in "qkv"
+        )
+        places = torch.arange(len(read))
+        scores = rotated(q, places, 1e4) @ rotated(k, places, 1e4).repeat_interleave(2, 0).transpose(1, 2) / 8**0.5
+        shares = scores.masked_fill(places > places[:, None], -torch.inf).softmax(-1)
+        mixed = (shares @ v.repeat_interleave(2, 0)).transpose(0, 1).flatten(1)
+        output = residual + mixed @ own["self_attn.o_proj.weight"].T
+        read = norm(output, own["post_attention_layernorm.weight"], 1e-6)
+        gated = F.silu(read @ own["mlp.gate_proj.weight"].T) * (read @ own["mlp.up_proj.weight"].T)
+        output = output + gated @ own["mlp.down_proj.weight"].T
+        last = norm(output, weights["norm.weight"], 1e-6)
+        logits.append(weights["lm_head.weight"] @ last[-1])
+        hidden = torch.cat([hidden, (last if raw.get("norm_output") else output)[-1:]])
+    return torch.stack(logits).float()
+
+
+@pytest.mark.parametrize("norm_output", [None, False, True])
+@pytest.mark.parametrize("fields", [{"fc_norm": True}, {}, {"fc_norm": True, "norm_before_residual": True}])
+def test_later_drafts_in_eagles_format(norm_output: bool | None, fields: dict[str, bool], tmp_path: Path) -> None:
+    """`norm_output` says what is fed back, with and without `fc_norm`, in either place; the last norm is always before
+    the logits."""
+    head = new_head(**fields)
+    save_head(head, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    given = fields if norm_output is None else fields | {"norm_output": norm_output}
+    features, tokens = torch.randn(6, 96).double(), torch.randint(60, (9,))
+    chain = features, tokens[:6], tokens[6:]
+    for beside, inner in ((given, {}), ({}, given)):
+        config = raw | beside | {"eagle_config": raw["eagle_config"] | inner}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = chain_logits(read_head(tmp_path, CPU, torch.float64), *chain)
+        torch.testing.assert_close(found, plain_logits(config, head.state_dict(), *chain), rtol=1e-4, atol=1e-4)
+
+
 def test_rotary_embeddings_are_those_of_transformers() -> None:
     own = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
     for kind in ("llama3", "linear"):
@@ -74,6 +126,7 @@ def test_rotary_embeddings_are_those_of_transformers() -> None:
 
 SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
 SPECFORGE: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 24} | SIZES
+IDS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS: dict[str, Any] = {
     "speculators_model_type": "eagle3",
     "transformer_layer_config": {"model_type": "llama", "vocab_size": 24} | SIZES,
@@ -81,28 +134,47 @@ SPECULATORS: dict[str, Any] = {
 
 
 def test_the_same_words_mean_other_things_in_the_two_formats() -> None:
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    ids, next_ids = ({IDS: [1 + more, 3 + more, 4 + more]} for more in (0, 1))
     assert read_config(SPECULATORS | ids).feature_layers == (1, 3, 4)
     assert read_config(SPECFORGE | {"eagle_config": ids}).feature_layers == (2, 4, 5)
-    for raw, expected in (
-        (SPECFORGE, (True, False)),
-        (SPECFORGE | {"norm_output": True}, (True, False)),
-        (SPECFORGE | {"norm_output": False}, (False, False)),
-        (SPECULATORS, (True, False)),
-        (SPECULATORS | {"norm_output": True}, (True, True)),
-    ):
-        config = read_config(raw)
-        assert (config.norm_before_logits, config.norm_before_feedback) == expected
+    # vLLM reads them here, and counts them by their inputs in this format too.
+    assert read_config(SPECFORGE | ids).feature_layers == (1, 3, 4)
+    assert read_config(SPECFORGE | next_ids | {"eagle_config": ids}).feature_layers == (2, 4, 5)
     config = read_config(SPECFORGE)
     assert (config.head_dim, config.num_key_value_heads, config.draft_vocab_size) == (4, 4, 24)
     assert (config.target_hidden_size, config.feature_layers, config.rope_theta) == (16, None, 10000.0)
+
+
+def test_fields_are_read_from_both_places() -> None:
+    sizes = {"draft_vocab_size": 20, "target_hidden_size": 12}
+    switches = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
+    for place in ("eagle_config", "transformer_layer_config", None):
+        raw = SPECFORGE if place == "eagle_config" else SPECULATORS
+        config = read_config(
+            raw | (sizes | switches if place is None else {place: raw.get(place, {}) | sizes | switches})
+        )
+        assert (config.draft_vocab_size, config.target_hidden_size) == (20, 12)
+        assert config.norm_before_residual and config.norm_before_fc and config.fc_norm and config.norm_before_feedback
+    # The name in TensorRT-LLM.
+    assert read_config(SPECFORGE | {"eagle_config": {"return_hidden_post_norm": True}}).norm_before_feedback
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+    assert read_config(SPECFORGE | window).window == 5
+    assert read_config(SPECFORGE | window | {"layer_types": ["full_attention"]}).window is None
+    # As ModelOpt writes it.
+    inner = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
+    inner |= {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, IDS: [0, 1]}
+    inner |= {"parallel_draft_heads_num_layers": None}
+    assert read_config(SPECFORGE | {"eagle_config": inner, "num_aux_hidden_states": 2}).feature_layers == (1, 2)
 
 
 def test_configs_that_are_not_known() -> None:
     def of_layer(**fields: Any) -> dict[str, Any]:
         return SPECULATORS | {"transformer_layer_config": SPECULATORS["transformer_layer_config"] | fields}
 
-    no_hidden = {"eagle_config": {"use_aux_hidden_state": False}}
+    def of_eagle(**fields: Any) -> dict[str, Any]:
+        return SPECFORGE | {"eagle_config": fields}
+
+    mrope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
     cases: list[tuple[Any, type[Exception], str]] = [
         ({}, ValueError, r"config: expected architectures \['LlamaForCausalLMEagle3'\] or .*, got \[\] and None"),
         ({"architectures": ["LlamaForCausalLM"]}, ValueError, r"config: .*got \['LlamaForCausalLM'\] and None"),
@@ -112,8 +184,63 @@ def test_configs_that_are_not_known() -> None:
         (SPECFORGE | {"num_hidden_layers": 2}, ValueError, "config: expected num_hidden_layers 1, got 2"),
         (SPECFORGE | {"hidden_size": None}, ValueError, "config: expected an int >= 1 as hidden_size, got None"),
         (SPECFORGE | {"draft_vocab_size": 0}, ValueError, "config: expected an int >= 1 as draft_vocab_size, got 0"),
-        (SPECFORGE | no_hidden, ValueError, "config: expected use_aux_hidden_state True, got False"),
-        (SPECULATORS | {"eagle_aux_hidden_state_layer_ids": "2"}, ValueError, "config: expected a list .*, got '2'"),
+        (of_eagle(use_aux_hidden_state=False), ValueError, "config: expected use_aux_hidden_state None or True, got F"),
+        (of_eagle(use_last_layernorm=False), ValueError, "config: expected use_last_layernorm None or True, got False"),
+        (
+            SPECFORGE | {"use_last_layernorm": False},
+            ValueError,
+            "config: expected use_last_layernorm None or True, got",
+        ),
+        (of_eagle(parallel_draft_step=4), ValueError, "config: expected parallel_draft_step None or 1, got 4"),
+        (of_eagle(layers=[1], depth=2), ValueError, "config: eagle_config has depth, layers; known are draft_vocab_"),
+        (SPECFORGE | {"eagle_config": [1]}, ValueError, r"config: expected an object as eagle_config, got \[1\]"),
+        (of_eagle(fc_norm=True) | {"fc_norm": False}, ValueError, "config: fc_norm is False, and True in eagle_config"),
+        (
+            of_layer(norm_output=True) | {"norm_output": False},
+            ValueError,
+            "config: norm_output is False, and True in transformer",
+        ),
+        (SPECFORGE | {"fc_norm": "false"}, ValueError, "config: expected fc_norm None or True or False, got 'false'"),
+        (SPECULATORS | {"eagle_config": {IDS: [1]}}, ValueError, "config: expected eagle_config None, got {'eagle"),
+        (SPECFORGE | {"logit_scale": 2.0}, ValueError, "config: expected logit_scale None or 1, got 2.0"),
+        (
+            SPECFORGE | {"target_layer_ids": [1, 2, 3]},
+            ValueError,
+            r"config: expected target_layer_ids None, got \[1, 2",
+        ),
+        (SPECULATORS | {IDS: "2"}, ValueError, "config: expected a list .*, got '2'"),
+        (
+            of_eagle(**{IDS: [1, 3]}) | {IDS: [1, 3]},
+            ValueError,
+            rf"config: {IDS} is \[1, 3\] in .* \[2, 4\], got \[1, 3\]",
+        ),
+        (
+            of_eagle(**{IDS: [1, 3]}) | {"num_aux_hidden_states": 3},
+            ValueError,
+            ".*num_aux_hidden_states None or 2, got 3",
+        ),
+        (
+            SPECFORGE | {"num_aux_hidden_states": 4},
+            ValueError,
+            "config: expected num_aux_hidden_states None or 3, got 4",
+        ),
+        (
+            SPECFORGE | {"layer_types": ["chunked_attention"]},
+            ValueError,
+            "config: expected layer_types .* got 'chunked",
+        ),
+        (SPECFORGE | {"layer_types": ["full_attention"] * 2}, ValueError, ".*layer_types of length 1, got 2"),
+        (SPECFORGE | {"layer_types": ["sliding_attention"]}, ValueError, "config: expected an int >= 1 as sliding_win"),
+        (of_layer(use_sliding_window=True), ValueError, "config: expected layer_types beside use_sliding_window"),
+        (SPECFORGE | {"rope_scaling": mrope}, ValueError, "config: rope_scaling has mrope_section; known are factor"),
+        (of_layer(rope_parameters=mrope), ValueError, "config: rope_parameters has mrope_section; known are factor"),
+        (SPECFORGE | {"rope_scaling": mrope | {"type": "mrope"}}, ValueError, ".*type in rope_scaling .*, got 'mrope'"),
+        (SPECFORGE | {"partial_rotary_factor": 0.25}, ValueError, "config: expected partial_rotary_factor .* got 0.25"),
+        (
+            SPECFORGE | {"rope_theta": 2.0, "rope_parameters": {"rope_theta": 3.0}},
+            ValueError,
+            "config: rope_theta is 2.0, and 3.0 in rope_parameters",
+        ),
     ]
     assert raised(read_config, cases) == []
     rope = read_config(SPECFORGE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
@@ -138,7 +265,21 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         ((lambda w: w.update({"layers.1.bias": zeros}),), ValueError, r'.*\n.*Unexpected .*"layers.1.bias"'),
         ((lambda w: w.update({"lm_head.weight": zeros}),), ValueError, r".*\n.*lm_head.weight: .*\[11, .*\[10, 16"),
         ((lambda w: w.pop("d2t"),), ValueError, "draft: the head has 10 of 24 tokens and lacks the weights d2t"),
-        ((lambda w: w.update({"d2t": w["d2t"][:9]}),), ValueError, r"draft: expected d2t of shape \[10\], got \[9\]"),
+        (
+            (lambda w: w.update({"d2t": w["d2t"][:9]}),),
+            ValueError,
+            r"draft: expected d2t \[10\] of integers, got \[9\]",
+        ),
+        ((lambda w: w.update({"d2t": w["d2t"].float()}),), ValueError, r".*d2t \[10\] of integers, .* torch.float32"),
+        ((lambda w: w["d2t"].zero_(),), ValueError, "draft: t2d marks other tokens than d2t leads to"),
+        ((lambda w: w["t2d"].logical_not_(),), ValueError, "draft: t2d marks other tokens than d2t leads to"),
+        ((lambda w: w.update({"t2d": w["t2d"][1:]}),), ValueError, "draft: t2d marks other tokens than d2t leads to"),
+        (
+            (lambda w: w.update({"midlayer.x": zeros, "layers.0.x": zeros.clone()}),),
+            ValueError,
+            ".* midlayer.x under two names",
+        ),
+        ((lambda w: w.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}),), ValueError, ".*inv_freq is"),
         ((lambda w: w["d2t"].add_(20),), ValueError, wrong_map),
         ((lambda w: w["d2t"][1:2].copy_(w["d2t"][:1] - 1),), ValueError, wrong_map),
         # A head with all tokens, but in another order.

@@ -22,7 +22,9 @@ from .layers import (
     LayerConfig,
     Norm,
     check_known,
+    joined,
     layer_ids,
+    layer_kinds,
     layer_sizes,
     number_of,
     rope_frequencies,
@@ -122,22 +124,19 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
             f"{raw.get('speculators_model_type', raw.get('model_type'))!r}; DFlash2, DSpark and drafters of the "
             "speculators library compute otherwise, and are not read"
         )
-    inner = {} if is_muse else raw.get("dflash_config") or {}
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"config: expected an object as dflash_config, got {inner!r}")
-    own, unknown = {**raw, **inner}, sorted(inner.keys() - FIELDS)
-    if unknown:
-        raise ValueError(f"config: dflash_config has {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
-    num_layers = size_of(raw, "num_hidden_layers")
-    kinds = raw.get("layer_types") or ["full_attention"] * num_layers
-    if raw.get("use_sliding_window") and not raw.get("layer_types"):
-        raise ValueError("config: expected layer_types beside use_sliding_window, to say which layers have the window")
+    own = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", FIELDS)
+    # Layers are counted by their outputs; where vLLM looks first, by their inputs.
+    feature_layers = [each + 1 for each in layer_ids(own, "target_layer_ids")]
     check_known(
         ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
         # Quantised weights are not read.
         ("quantization_config", raw.get("quantization_config"), (None,)),
-        ("layer_types of length", len(kinds), (num_layers,)),
-        *(("layer_types", kind, ("full_attention", "sliding_attention")) for kind in kinds),
+        ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"), (None, feature_layers)),
+        ("num_aux_hidden_states", raw.get("num_aux_hidden_states"), (None, len(feature_layers))),
+        ("target_hidden_size", raw.get("target_hidden_size"), (None, raw.get("hidden_size"))),
+        ("draft_vocab_size", raw.get("draft_vocab_size"), (None, raw.get("vocab_size"))),
+        ("logit_scale", raw.get("logit_scale"), (None, 1)),
+        ("is_causal", raw.get("is_causal"), (None, True, False)),
     )
 
     def sees(kind: str) -> tuple[int | None, int | None]:
@@ -152,9 +151,8 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
         normalises_queries=True,
         block_size=size_of(own, "block_size", least=2),
         mask_token_id=size_of(own, "mask_token_id", least=0),
-        # Layers are counted by their outputs.
-        feature_layers=tuple(each + 1 for each in layer_ids(own, "target_layer_ids")),
-        sees=tuple(sees(kind) for kind in kinds),
+        feature_layers=tuple(feature_layers),
+        sees=tuple(sees(kind) for kind in layer_kinds(raw, size_of(raw, "num_hidden_layers"))),
         vocab_size=raw.get("vocab_size"),
         num_target_layers=raw.get("num_target_layers"),
         embedding_scale=number_of(own, "input_embedding_scale", 1.0),

@@ -3,10 +3,10 @@
 The formats differ in three points:
 
 - EAGLE and SpecForge call the layer "midlayer", speculators "layers.0".
-- Layer ids in `eagle_config` count the layers whose outputs are the features. speculators counts the layers whose
-  inputs they are, 1 more.
-- `norm_output`, False in SpecForge: logits without the last norm. True in speculators: the next draft reads the output
-  of the last norm.
+- Layer ids in `eagle_config` count the layers whose outputs are the features (SpecForge, SGLang, TensorRT-LLM). Beside
+  it, in both formats, they count the layers whose inputs they are (vLLM), 1 more.
+- speculators has the sizes of the layer in `transformer_layer_config`, EAGLE among the other fields. In EAGLE's format
+  the head's fields are also read from `eagle_config`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,25 @@ from torch import Tensor
 
 from .checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
-from .layers import check_known, layer_ids, layer_sizes, rope_frequencies, size_of
+from .layers import check_known, is_set, joined, layer_ids, layer_kinds, layer_sizes, rope_frequencies, size_of
 
-# Weights of the target, for training alone, and the inverse of d2t.
-NOT_NEEDED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Values, None = not given, of heads that compute what `Eagle3Head` does.
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (None, True)),
+    **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn", "parallel_drafting"), (None, False)),
+    "next_layer_regular": (None, True),
+    "parallel_draft_step": (None, 1),
+    "parallel_draft_heads_num_layers": (None, 0, 1),
+    "logit_scale": (None, 1),
+    "is_causal": (None, True),
+    # DeepSpec's name for the layers, which vLLM reads after the others.
+    "target_layer_ids": (None,),
+}
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm")
+FIELDS = {*ONLY, *SWITCHES, LAYER_IDS, "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size"}
+# Copies of the target's weights, for training alone.
+NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
@@ -32,11 +47,12 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     folder = checkpoint_folder(folder_or_id)
     config = read_config(read_json(folder))
     weights = _own_names({name: read() for name, read in open_weights(folder).items()})
-    offsets = weights.pop("d2t", None)
+    offsets, is_drafted = weights.pop("d2t", None), weights.pop("t2d", None)
     with torch.device("meta"):
         head = Eagle3Head(config, "embed_tokens.weight" in weights)
     head.frequencies = rope_frequencies(config).to(device)
-    head.draft_of_target = _draft_of_target(config, offsets).to(device)
+    _take_frequencies(weights, head.frequencies)
+    head.draft_of_target = _draft_of_target(config, offsets, is_drafted).to(device)
     return filled(head, weights, folder, device, dtype)
 
 
@@ -49,54 +65,88 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
             f"got {architectures} and {kind!r}"
         )
     is_speculators = kind is not None
-    # The sizes are in `layer`, the features in `own`.
-    layer = (raw.get("transformer_layer_config") or {}) if is_speculators else raw
-    own = raw if is_speculators else raw.get("eagle_config") or {}
+    layer, own = _speculators_parts(raw) if is_speculators else (raw, _eagle_fields(raw))
+    feature_layers = None if own.get(LAYER_IDS) is None else tuple(layer_ids(own, LAYER_IDS))
+    num_features = 3 if feature_layers is None else len(feature_layers)
     model_type = layer.get("model_type", "llama") if is_speculators else "llama"
     check_known(
-        ("use_aux_hidden_state", own.get("use_aux_hidden_state", True), (True,)),
+        *((name, own.get(name), known) for name, known in ONLY.items()),
         ("model_type", model_type, ("llama", "qwen3")),
         ("num_hidden_layers", layer.get("num_hidden_layers", 1), (1,)),
+        ("num_aux_hidden_states", own.get("num_aux_hidden_states"), (None, num_features)),
     )
-    feature_layers = None
-    if own.get("eagle_aux_hidden_state_layer_ids") is not None:
-        ids = layer_ids(own, "eagle_aux_hidden_state_layer_ids", least=-1)
-        feature_layers = tuple(each if is_speculators else each + 1 for each in ids)
-    has_window = is_speculators and (layer.get("layer_types") or [None])[0] == "sliding_attention"
+    has_window = layer_kinds(layer, 1) == ["sliding_attention"]
     sizes = layer_sizes(layer)
     return Eagle3Config(
         **sizes,
         vocab_size=size_of(layer, "vocab_size"),
-        draft_vocab_size=size_of(raw, "draft_vocab_size", layer.get("vocab_size")),
-        target_hidden_size=size_of(raw, "target_hidden_size", sizes["hidden_size"]),
+        draft_vocab_size=size_of(own, "draft_vocab_size", layer.get("vocab_size")),
+        target_hidden_size=size_of(own, "target_hidden_size", sizes["hidden_size"]),
         feature_layers=feature_layers,
-        window=layer.get("sliding_window") if has_window else None,
+        window=size_of(layer, "sliding_window") if has_window else None,
         normalises_queries=model_type == "qwen3",
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_before_fc=bool(raw.get("norm_before_fc", False)),
-        fc_norm=bool(raw.get("fc_norm", False)),
-        norm_before_logits=is_speculators or bool(raw.get("norm_output", True)),
-        norm_before_feedback=is_speculators and bool(raw.get("norm_output", False)),
+        norm_before_residual=is_set(own, "norm_before_residual"),
+        norm_before_fc=is_set(own, "norm_before_fc"),
+        fc_norm=is_set(own, "fc_norm"),
+        # As vLLM, SGLang and TensorRT-LLM read it, whatever `fc_norm` is. SpecForge between its pull requests 568 and
+        # 879 fed back the output before the norm with True too; nothing in a file tells these heads from others.
+        norm_before_feedback=is_set(own, "norm_output") or is_set(own, "return_hidden_post_norm"),
     )
 
 
+def _speculators_parts(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The config of the layer, and the head's fields."""
+    layer = raw.get("transformer_layer_config") or {}
+    check_known(("eagle_config", raw.get("eagle_config"), (None,)))
+    own = {name: value for name, value in layer.items() if name in FIELDS}
+    return layer, joined(raw, own, "transformer_layer_config", FIELDS)
+
+
+def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The head's fields, with layers counted by their inputs."""
+    own = joined({}, raw.get("eagle_config"), "eagle_config", FIELDS)
+    if LAYER_IDS in own:
+        outputs, inputs = own[LAYER_IDS], [each + 1 for each in layer_ids(own, LAYER_IDS, least=-1)]
+        if raw.get(LAYER_IDS) not in (None, inputs):
+            raise ValueError(
+                f"config: {LAYER_IDS} is {outputs} in eagle_config, where layers are counted by their outputs; beside "
+                f"it, where they are counted by their inputs, expected {inputs}, got {raw[LAYER_IDS]}"
+            )
+        own[LAYER_IDS] = inputs
+    return joined(raw, own, "eagle_config", FIELDS)
+
+
 def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of `Eagle3Head`, and d2t."""
-    own = {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): weights[name] for name in weights}
-    return {name: own[name] for name in own if name not in NOT_NEEDED and not name.endswith("inv_freq")}
+    """The weights under the names of `Eagle3Head`, d2t and t2d."""
+    own: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        name = re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
+        if name in own:
+            raise ValueError(f"draft: the weights have {name} under two names")
+        own[name] = weight
+    return {name: own[name] for name in own if name not in NOT_NEEDED}
 
 
-def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
-    """[V] int64: maps each target token to the head's token, or -1. Token i of the head is i + offsets[i]."""
+def _take_frequencies(weights: dict[str, Tensor], own: Tensor) -> None:
+    """Take out the rotary frequencies, which old files have too. They must be the config's, but for their rounding."""
+    for name in [each for each in weights if each.endswith("rotary_emb.inv_freq")]:
+        saved = weights.pop(name).to(own)
+        if saved.shape != own.shape or not torch.allclose(saved, own, rtol=0.01):
+            raise ValueError(f"draft: {name} is {saved.tolist()}, and the config's frequencies are {own.tolist()}")
+
+
+def _draft_of_target(config: Eagle3Config, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
+    """[V] int64: maps each target token to the head's token, or -1. Token i of the head is i + offsets[i] (d2t), and
+    these are the tokens of `is_drafted` [V] (t2d)."""
     count, vocab_size = config.draft_vocab_size, config.vocab_size
     if offsets is None:
         if count != vocab_size:
             raise ValueError(f"draft: the head has {count} of {vocab_size} tokens and lacks the weights d2t")
         offsets = torch.zeros(count, dtype=torch.int64, device="cpu")
-    if list(offsets.shape) != [count]:
-        raise ValueError(f"draft: expected d2t of shape [{count}], got {list(offsets.shape)}")
+    if list(offsets.shape) != [count] or offsets.is_floating_point() or offsets.dtype == torch.bool:
+        raise ValueError(f"draft: expected d2t [{count}] of integers, got {list(offsets.shape)} {offsets.dtype}")
     index = torch.arange(count, device=offsets.device)
-    tokens = index + offsets
+    tokens = index + offsets.long()
     is_map = int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size and len(tokens.unique()) == count
     # A head with all tokens has them in the target's order.
     if not is_map or (count == vocab_size and bool((offsets != 0).any())):
@@ -105,4 +155,6 @@ def _draft_of_target(config: Eagle3Config, offsets: Tensor | None) -> Tensor:
         )
     found = tokens.new_full((vocab_size,), -1)
     found[tokens] = index
+    if is_drafted is not None and not torch.equal(is_drafted.bool(), found >= 0):
+        raise ValueError("draft: t2d marks other tokens than d2t leads to")
     return found

@@ -23,8 +23,8 @@ class Eagle3Config(LayerConfig):
         norm_before_residual: the residual branch starts from the normalised feature.
         norm_before_fc: the features go through one norm together.
         fc_norm: the features of each layer go through a norm of their own.
-        norm_before_logits: the layer's output goes through the last norm before the logits.
-        norm_before_feedback: the last norm also applies to the output that is fed back as the next feature.
+        norm_before_feedback: the last norm, which is before the logits, also applies to the output that is fed back as
+            the next feature.
     """
 
     vocab_size: int
@@ -35,7 +35,6 @@ class Eagle3Config(LayerConfig):
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
-    norm_before_logits: bool = True
     norm_before_feedback: bool = False
 
     @property
@@ -96,7 +95,7 @@ class Eagle3Head(nn.Module):
 
     def logits(self, output: Tensor) -> Tensor:
         """[B, n, draft_vocab_size] from the layer's output [B, n, H]."""
-        return self.lm_head(self.norm(output) if self.config.norm_before_logits else output)
+        return self.lm_head(self.norm(output))
 
     def target_logits(self, output: Tensor) -> Tensor:
         """[B, n, V] in float32 or less: the same, -inf for tokens that the head does not have."""

@@ -152,8 +152,9 @@ class PublishedDraft(FeatureDraft):
 
         Raises:
             TypeError: a target that does not expose its hidden states.
-            ValueError: no such folder; a config with an unknown value, or of another method; a weight that is missing,
-                unknown, quantised or of another shape; a head for another target. The message names it.
+            ValueError: no such folder; a config with an unknown value, with two values of a field, or of another
+                method; a weight that is missing, unknown, quantised, of another shape, or contradicted by another; a
+                head for another target. The message names it.
         """
         model = feature_model(as_language_model("target", target))
         draft = cls(cls._read_head(folder_or_id, model.device, dtype or model.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ ROPE_FACTORS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+ROPE_FIELDS = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_FACTORS["llama3"]}
 
 # Queries [B, G * heads, n, D], keys and values [B, heads, n, D] -> [B, G * heads, n, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -143,6 +144,23 @@ def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
             raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
 
 
+def joined(raw: Mapping[str, Any], part: Any, name: str, known: Set[str]) -> dict[str, Any]:
+    """A config with the fields of its part `name`, None = it has none. A field that is None is not given.
+
+    Raises:
+        ValueError: a part that is no object, has fields that are not known, or has other values than the config.
+    """
+    if not isinstance(part, Mapping | None):
+        raise ValueError(f"config: expected an object as {name}, got {part!r}")
+    given = {key: value for key, value in (part or {}).items() if value is not None}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"config: {name} has {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    for key, value in given.items():
+        if raw.get(key) not in (None, value):
+            raise ValueError(f"config: {key} is {raw[key]!r}, and {value!r} in {name}")
+    return {**raw, **given}
+
+
 def size_of(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     value = default if raw.get(name) is None else raw[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -164,14 +182,31 @@ def layer_ids(raw: Mapping[str, Any], name: str, least: int = 0) -> list[int]:
     return ids
 
 
+def is_set(raw: Mapping[str, Any], name: str) -> bool:
+    """A switch; None = off."""
+    check_known((name, raw.get(name), (None, True, False)))
+    return bool(raw.get(name))
+
+
+def layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """ "full_attention" or "sliding_attention" for each layer."""
+    kinds = raw.get("layer_types") or ["full_attention"] * num_layers
+    if raw.get("use_sliding_window") and not raw.get("layer_types"):
+        raise ValueError("config: expected layer_types beside use_sliding_window, to say which layers have the window")
+    check_known(
+        ("layer_types of length", len(kinds), (num_layers,)),
+        *(("layer_types", kind, ("full_attention", "sliding_attention")) for kind in kinds),
+    )
+    return kinds
+
+
 def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `LayerConfig` but `normalises_queries`, as transformers names them."""
-    check_known(("hidden_act", raw.get("hidden_act", "silu"), ("silu",)))
-    rope = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    for name in ROPE_FACTORS.get(kind, ()):
-        if number_of(rope, name) is None:
-            raise ValueError(f"config: expected {name} beside rope_type {kind!r}")
+    rope = _rope_fields(raw)
+    check_known(
+        ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
+        ("partial_rotary_factor", rope["partial_rotary_factor"], (None, 1)),
+    )
     hidden, num_heads = size_of(raw, "hidden_size"), size_of(raw, "num_attention_heads")
     return {
         "hidden_size": hidden,
@@ -180,8 +215,26 @@ def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": size_of(raw, "num_key_value_heads", num_heads),
         "head_dim": size_of(raw, "head_dim", hidden // num_heads),
         "norm_eps": number_of(raw, "rms_norm_eps", 1e-6),
-        "rope_theta": number_of(rope, "rope_theta", number_of(raw, "rope_theta", 10000.0)),
-        "rope": {"rope_type": rope.get("type", "default")} | rope,
-        "attention_bias": bool(raw.get("attention_bias", False)),
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "rope_theta": number_of(rope, "rope_theta", 10000.0),
+        "rope": rope,
+        "attention_bias": is_set(raw, "attention_bias"),
+        "mlp_bias": is_set(raw, "mlp_bias"),
     }
+
+
+def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of its rotary embeddings, in either of two parts or beside them."""
+    rope: dict[str, Any] = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    for part in ("rope_scaling", "rope_parameters"):
+        own = dict(raw.get(part) or {})
+        # The older name.
+        old = own.pop("type", None)
+        kind = own.setdefault("rope_type", old)
+        check_known((f"type in {part}", old, (None, kind)))
+        # Kinds that are not read have fields of their own, and `rope_frequencies` refuses the kind.
+        rope = joined(rope, own, part, ROPE_FIELDS if kind in (None, *ROPE_FACTORS) else own.keys())
+    kind = rope.setdefault("rope_type", "default")
+    for name in ROPE_FACTORS.get(kind, ()):
+        if number_of(rope, name) is None:
+            raise ValueError(f"config: expected {name} beside rope_type {kind!r}")
+    return rope

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +37,33 @@ def reads_images(model: PreTrainedModel) -> bool:
     return has_placeholder and "pixel_values" in image_inputs(model)
 
 
+def mrope_of(model: PreTrainedModel) -> nn.Module | None:
+    """The rotary embedding of a model's text, if it rotates by positions in time, height and width."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    return rotary if hasattr(rotary, "mrope_section") else None
+
+
+@contextmanager
+def _heard(rotary: nn.Module | None, hear: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within it `hear` gets the positions [3, A, n] that a rotary embedding, a copy, is called with."""
+    if rotary is None:
+        yield
+        return
+    # The copies share the hooks of the model itself.
+    hooks = rotary._forward_pre_hooks
+    rotary._forward_pre_hooks = OrderedDict(hooks, **{"torch_specops.positions": lambda _, given: hear(given[1])})
+    try:
+        yield
+    finally:
+        rotary._forward_pre_hooks = hooks
+
+
 class ImageTextModel(TransformersModel):
     """A causal transformers model that reads images in the places of a token in the prompt, the placeholder.
 
     The prompts with images, padded on the right, are read in one forward of the model's own, which makes masks and
-    positions for them. An image may take fewer positions than it has tokens (mRoPE): `deltas` are what a row's text
-    behind its prompt is shifted by. A placeholder behind the prompt is text like any other token.
+    positions for them. An image may take fewer positions than it has tokens, and its tokens have positions in time,
+    height and width (mRoPE), which `offsets_at` knows. A placeholder behind the prompt is text like any other token.
 
     Attributes:
         undrafted: the placeholder, which no lookup proposes.
@@ -51,8 +75,9 @@ class ImageTextModel(TransformersModel):
         # Images to be read, and the rows whose prompts have them.
         self._images: list[tuple[Sequence[int], Mapping[str, Tensor]]] = []
         self._num_copies = 1
-        # [B] int64, at one address for all batches of a size; None = positions count the tokens.
-        self._deltas: Tensor | None = None
+        # [3, B, capacity] int64, positions in time, height and width less the slot, at one address for all batches of a
+        # size; None = positions count the tokens.
+        self._offsets: Tensor | None = None
         super().__init__(model, num_layers, check)
 
     def _understand(self) -> None:
@@ -109,8 +134,8 @@ class ImageTextModel(TransformersModel):
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(batch, capacity)
         self._images, self._num_copies = [], 1
-        deltas = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self._deltas = None if self._position_module() is None else placed(self._deltas, deltas)
+        offsets = torch.zeros(3, batch, capacity, dtype=torch.int64, device=self.device)
+        self._offsets = None if self._position_module() is None else placed(self._offsets, offsets)
         if inputs:
             self._num_copies = batch // len(inputs["attention_mask"])
             self._take(range(0, batch, self._num_copies), inputs)
@@ -159,35 +184,42 @@ class ImageTextModel(TransformersModel):
         cache, slots = self._require_cache(), torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         written = cache.writing_at(slots, mask.shape[1], rows if len(rows) < cache.batch else None)
         with written, self.reading_at(self._lengths_at(slots)):
-            _, deltas = self._own_forward(tokens, mask, images, cache)
-        if self._deltas is not None:
-            self._deltas[rows] = 0 if deltas is None else deltas.flatten()
+            _, positions, deltas = self._own_forward(tokens, mask, images, cache)
+        if self._offsets is not None:
+            later = torch.zeros_like(rows).unsqueeze(1) if deltas is None else deltas
+            self._offsets[:, rows] = later
+            if positions is not None:
+                self._offsets[:, rows, : mask.shape[1]] = torch.where(mask, positions - slots, later)
 
     def _own_forward(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], cache: RaggedCache | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The logits of the model's own forward, of the last token if there is a cache, and its deltas [A, 1]."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The logits of the model's own forward, of the last token if there is a cache; the positions [3, A, P] that it
+        gave the tokens in time, height and width; and what it shifts later text by, [A, 1]."""
         types = ((tokens == self._placeholder) & mask).long()
         arguments = {"input_ids": tokens, "attention_mask": mask.long(), self._cache_argument: cache, **images}
         arguments |= {name: types for name in self._names if name in TYPE_IDS}
-        positions = self._position_module()
-        if positions is not None:
-            vars(positions)["rope_deltas"] = None
+        module, given = self._position_module(), list[Tensor]()
+        if module is not None:
+            vars(module)["rope_deltas"] = None
         try:
             kept = self._logits_to_keep(tokens.shape[1], None if cache is None else 1)
-            output = self.prepared(**arguments, use_cache=cache is not None, logits_to_keep=kept)
+            with _heard(mrope_of(self.prepared), given.append):
+                output = self.prepared(**arguments, use_cache=cache is not None, logits_to_keep=kept)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
             raise ValueError(f"inputs: {type(self.model).__name__} cannot read these images: {error}") from error
-        return output.logits, None if positions is None else vars(positions)["rope_deltas"]
+        deltas = None if module is None else vars(module)["rope_deltas"]
+        positions = given[0] if given and len(given[0]) == 3 else None
+        return output.logits, positions, deltas
 
     def _compare(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
     ) -> None:
         """Compare logits of the prompts' last tokens in a step with the logits of a forward without a cache."""
         last = mask.sum(1, keepdim=True) - 1
-        logits, _ = self._own_forward(tokens, mask, images, None)
+        logits, _, _ = self._own_forward(tokens, mask, images, None)
         expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()
         # A step reads what is unread, of which nothing may stand before the end of an image.
         index = torch.arange(tokens.shape[1], device=tokens.device)
@@ -207,23 +239,31 @@ class ImageTextModel(TransformersModel):
         return next((each for each in self.prepared.modules() if "rope_deltas" in vars(each)), None)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        positions, owners = super()._position_ids(positions), self._require_cache().owners
-        if self._deltas is None:
-            return positions
-        return positions + (self._deltas.unsqueeze(1) if owners is None else self._deltas[owners])
+        found = super()._position_ids(positions)
+        # This reads text, whose positions are the same on all axes.
+        return found if self._offsets is None else found + self.offsets_at(positions, self._require_cache().owners)[0]
+
+    def offsets_at(self, slots: Tensor, owners: Tensor | None) -> Tensor:
+        """[3, A, n] int64: by how much the positions in time, height and width exceed the slots [A, n] of the sequences
+        `owners`, [A, 1] or [A, n]; None = all."""
+        if self._offsets is None:
+            return slots.new_zeros(3, *slots.shape)
+        if owners is None:
+            owners = torch.arange(len(slots), device=slots.device).unsqueeze(1)
+        return self._offsets[:, owners, slots]
 
     def clear_rows(self, rows: Tensor) -> None:
         super().clear_rows(rows)
-        if self._deltas is not None:
-            self._deltas.index_fill_(0, rows, 0)
+        if self._offsets is not None:
+            self._offsets.index_fill_(1, rows, 0)
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
         super().copy_rows(sources, width)
-        if self._deltas is not None:
-            self._deltas.copy_(self._deltas[sources])
+        if self._offsets is not None:
+            self._offsets.copy_(self._offsets[:, sources])
 
     def static_tensors(self) -> list[Tensor]:
-        return [*super().static_tensors(), *([] if self._deltas is None else [self._deltas])]
+        return [*super().static_tensors(), *([] if self._offsets is None else [self._offsets])]
 
 
 class HybridImageModel(ImageTextModel, HybridModel):

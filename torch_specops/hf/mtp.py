@@ -18,6 +18,7 @@ from ..drafts.checkpoint import check_floating, checkpoint_folder, filled, open_
 from ..ops.kv_cache import visible_slots
 from .architecture import layers_of, windows
 from .cache import RaggedCache, cache_argument
+from .images import ImageTextModel, mrope_of
 from .models import TransformersModel
 
 # What configs call the number of these layers.
@@ -126,11 +127,16 @@ class MtpHead(nn.Module):
         seen = visible_slots(positions, slots, self._windows[kind])
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=read.dtype).masked_fill(~seen, torch.finfo(read.dtype).min)
-        rotary = target.prepared.get_decoder().rotary_emb
-        # Each kind of layer may have angles of its own, and so may time, height and width.
+        grid = places
+        if mrope_of(target.prepared) is not None:
+            grid = places.expand(3, -1, -1)
+            if isinstance(target, ImageTextModel):
+                # The hidden states keep the distances that their tokens have in the model.
+                grid = grid + target.offsets_at(positions, None if rows is None else rows.unsqueeze(1))
+        # Each kind of layer may have angles of its own.
         kinds = [kind] if kind in self.config.rope_parameters else []
         with target.reading_at(places + 1):
-            angles = rotary(read, places.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else places, *kinds)
+            angles = target.prepared.get_decoder().rotary_emb(read, grid, *kinds)
         named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
         with cache.writing_at(positions, width, rows):
             raw = layer.block(read, **named, **{self._cache_argument: cache})
@@ -193,15 +199,22 @@ def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
         pattern = re.compile(rf"(|.*?\.){re.escape(before)}(\d+)\.")
         numbered = {int(match[2]) - first: match[1] for name in names if (match := pattern.match(name))}
         prefixes = {layer: prefix for layer, prefix in numbered.items() if layer >= 0}
-        depth = len(prefixes)
-        if depth == 0:
+        if not prefixes:
             continue
-        if missing := set(range(max(prefixes))) - prefixes.keys():
-            raise ValueError(f"draft: there are MTP weights of layer {max(prefixes)}, and none of layer {min(missing)}")
-        for name in COUNTS:
-            if (said := getattr(text, name, None)) not in (None, depth):
-                raise ValueError(f"draft: {folder} has {depth} MTP layers, the target's config says {name} = {said}")
-        return Found(layout, [prefixes[k] + layout.root.format(k=k, n=first + k) for k in range(depth)])
+        said = {name: getattr(text, name) for name in COUNTS if getattr(text, name, None) is not None}
+        depth = max(max(prefixes) + 1, *said.values(), 0)
+        roots = [prefixes.get(k, prefixes[max(prefixes)]) + layout.root.format(k=k, n=first + k) for k in range(depth)]
+        counts = "".join(f", the target's config says {name} = {number}" for name, number in said.items())
+        if missing := set(range(depth)) - prefixes.keys():
+            lost = min(missing)
+            weight = f"{roots[lost]}{layout.parts[-1].format(k=lost)}input_layernorm.weight"
+            raise ValueError(
+                f"draft: {folder} lacks MTP layer {lost}, the weight {weight} and all others; it has MTP layers "
+                f"{sorted(prefixes)}{counts}"
+            )
+        if any(number != depth for number in said.values()):
+            raise ValueError(f"draft: {folder} has {depth} MTP layers{counts}")
+        return Found(layout, roots)
     raise ValueError(f"draft: {folder} has no MTP weights that this reads; expected {', '.join(tried)}")
 
 
