@@ -62,11 +62,12 @@ class Step:
     tiny: str | None
 
 
-VERIFY = "bench_verify.py --device cuda --no-compiled --dtype bfloat16"
+VERIFY = "bench_verify.py --device cuda --dtype bfloat16 --compiled"
 COMPILED = "bench_verify.py --device cuda --dtype bfloat16 --kind sampled"
 GRID = f"{VERIFY} --kind sampled --vocab 128256"
-KINDS = "one-hot greedy gumbel"
-FILTERS = "top-k top-p min-p --vocab 128256 --batch 1 64"
+PEERS = f"{GRID} --peers --compiled softmax"
+KINDS = "one-hot greedy gumbel sigmoid"
+FILTERS = "top-k top-p min-p --scale 3 8 --vocab 128256 --batch 1 64"
 VOCABULARIES = "--kind sampled --vocab 256000 32000 50256 50257 51864 51865 151936"
 SAMPLED = "--device cuda --dtype bfloat16 --vocab 32000 128256 --rounds 40"
 CACHES = "--device cuda --batch 1 8 16 --slots 2048"
@@ -82,11 +83,8 @@ BYTES = (
 STEPS = (
     Step("device", 1, 25, "bench_gpu.py --describe", ""),
     Step("smoke", 1, 75, "pytest -m 'gpu and smoke' -q -n 4", "--collect-only -n 0"),
-    Step("verify", 1, 120, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 60", f"{TINY} --acceptance 0.6"),
-    # FlashInfer's kernels are compiled in it.
-    Step(
-        "peers", 1, 240, f"{GRID} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 20 --peers", f"{TINY} --acceptance 1"
-    ),
+    # FlashInfer's kernels and the softmax formulation are compiled in it.
+    Step("peers", 1, 360, f"{PEERS} --batch 1 8 64 256 --acceptance 0.6 1.0 --rounds 20", f"{TINY} --acceptance 1"),
     Step("acceptance", 1, 60, f"{GRID} --batch 1 8 64 256 --acceptance 0.3 0.9 --rounds 40", None),
     Step("tests", 2, 240, "pytest -m gpu -q -n 12 --dist worksteal", "--collect-only -n 0"),
     Step("loop", 2, 85, "bench_loop.py --no-inductor", TINY_LOOP),
@@ -95,13 +93,17 @@ STEPS = (
     Step("memcheck", 2, 90, "memcheck -m 'gpu and smoke' -k gpu_ops -q", None),
     Step("racecheck", 2, 60, "racecheck -m 'gpu and smoke' -k gpu_ops -q", None),
     # In the interpreter the other two filters take minutes.
-    Step("filters", 3, 65, f"{VERIFY} --kind {FILTERS} --acceptance 0.6 --rounds 20", f"{TINY} --kind min-p"),
+    Step(
+        "filters", 3, 100, f"{VERIFY} --kind {FILTERS} --acceptance 0.6 --rounds 20", f"{TINY} --kind min-p --scale 1"
+    ),
     Step("vocabularies", 3, 60, f"{VERIFY} {VOCABULARIES} --batch 1 64 --acceptance 1.0 --rounds 30", None),
-    Step("kinds", 3, 45, f"{VERIFY} --kind {KINDS} --vocab 128256 --batch 1 64", f"{TINY} --kind one-hot gumbel"),
+    Step(
+        "kinds", 3, 60, f"{VERIFY} --kind {KINDS} --vocab 128256 --batch 1 64", f"{TINY} --kind one-hot gumbel sigmoid"
+    ),
     Step("drafts", 3, 60, f"{GRID} --batch 1 64 --num-draft-tokens 1 3 8 15 --acceptance 0.6", None),
-    Step("warm", 3, 45, f"{GRID} --batch 1 8 --cache warm --acceptance 0.6", f"{TINY} --kind greedy"),
+    Step("warm", 4, 45, f"{GRID} --batch 1 8 --cache warm --acceptance 0.6", f"{TINY} --kind greedy"),
     Step("compiled", 3, 80, f"{COMPILED} --vocab 128256 --batch 1 64 --acceptance 0.6 --rounds 20", None),
-    Step("sample", 3, 30, f"bench_sample.py {SAMPLED}", "--batch 1 --vocab 40 --rounds 2"),
+    Step("sample", 4, 30, f"bench_sample.py {SAMPLED}", "--batch 1 --vocab 40 --rounds 2"),
     Step("attention", 3, 150, f"bench_attention.py {CACHES}", "--batch 1 --slots 64 --layers 1 --rounds 2 --no-flex"),
     Step("loop-compiled", 4, 420, "bench_loop.py --batch 1", None),
 )

@@ -3,7 +3,8 @@
     python benchmarks/bench_verify.py [--device cuda] [--batch 1 8] [--vocab 50257] [--dtype bfloat16] [--out FILE.json]
 
 Providers
-    specops           one op call, eager and under torch.compile
+    specops           one op call, for sampled drafts with the loop's random numbers before it; eager and under
+                      torch.compile
     specops, lse      the same, given the draft's logsumexp as `torch_specops.sample` returned it
     softmax           what transformers' assisted generation does, for a batch: softmax of both sides in float32, ratio
                       test, clamp(p - q, 0), normalise, torch.multinomial; eager and under torch.compile. On CUDA the
@@ -13,6 +14,7 @@ Kinds
     sampled           drafts with logits, and a temperature of 1, which is an argument, as in the decoding loop
     one-hot           drafts without logits (prompt lookup). `softmax` samples every position and keeps the matches
     gumbel            `verify_gumbel`, whatever --op says, with drafts of the same noise; `softmax` as for one-hot
+    sigmoid           `verify_sigmoid`, whatever --op says; `softmax` as for sampled
     greedy            temperature 0. `softmax` is an argmax
     top-k, top-p, min-p   sampled, with top_k = 50, top_p = 0.9 or min_p = 0.05 on both sides; the softmax provider runs
                       transformers' processor over every row first
@@ -28,7 +30,8 @@ for top-p of 16-bit logits: many of those tie, and an unstable sort decides whic
 
 On CUDA, modes "call" (a Python call and its launches), "graph" (the replay of a CUDA graph of as many calls as there
 are sets of inputs, over their number) and "replay" (one replay of a graph of one call: what a step of decoding pays).
-Cold inputs are rotated through twice the last cache; with --cache warm each call reads the same ones.
+Records of the mode "call" have the time of each kernel. Cold inputs are rotated through twice the last cache; with
+--cache warm each call reads the same ones.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from markdown_table import table
 from problems import (
     FILTERS,
     KINDS,
+    OPS,
     Inputs,
     Problem,
     Provider,
@@ -55,6 +59,7 @@ from problems import (
     determined,
     make_inputs,
     op_arguments,
+    with_own_numbers,
 )
 from rich.progress import Progress
 from timing import Report, copy_rate, device_work, environment, options_of, peak_bytes, spread, take_turns, timers
@@ -97,7 +102,8 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
         p = inputs["target_logits"].softmax(-1, dtype=torch.float32)
         q_x = q.gather(2, x.unsqueeze(-1)).squeeze(-1)
         p_x = p[:, :num_drafts].gather(2, x.unsqueeze(-1)).squeeze(-1)
-        rejected = ~(inputs["accept_uniforms"] <= p_x / q_x)
+        draws = kind == "sampled" and draw is not inverse_cdf
+        rejected = ~((torch.rand_like(p_x) if draws else inputs["accept_uniforms"]) <= p_x / q_x)
         n = (rejected.cumsum(-1) < 1).sum(-1)
         rows = torch.arange(n.shape[0], device=n.device)
         p_n = p[rows, n]
@@ -129,22 +135,28 @@ def softmax_provider(kind: str, draw: Callable[[Tensor, Inputs], Tensor] = multi
         processors = {"top-k": TopKLogitsWarper, "top-p": TopPLogitsWarper, "min-p": MinPLogitsWarper}
         processor = processors[kind](FILTERS[kind][1])
         return filtered
-    return {"sampled": sampled, "one-hot": one_hot, "gumbel": one_hot, "greedy": greedy}[kind]
+    return {"sampled": sampled, "sigmoid": sampled, "one-hot": one_hot, "gumbel": one_hot, "greedy": greedy}[kind]
 
 
 def specops_provider(kind: str, with_lse: bool = False, op: str = "verify_exact") -> Provider:
-    verify = getattr(torch_specops, op)
-    return lambda inputs: verify(**op_arguments(kind, inputs, with_lse))
+    verify = getattr(torch_specops, OPS.get(kind, op))
+
+    def call(inputs: Inputs) -> Result:
+        drawn = with_own_numbers(inputs) if kind == "sampled" else inputs
+        return verify(**op_arguments(kind, drawn, with_lse))
+
+    return call
 
 
-def providers(kind: str, device: torch.device, compiled: bool, op: str) -> dict[str, Provider]:
+def providers(kind: str, device: torch.device, compiled: Sequence[str], op: str) -> dict[str, Provider]:
     draw = race if device.type == "cuda" else multinomial
     eager = {"specops": specops_provider(kind, op=op), "softmax": softmax_provider(kind, draw)}
     if kind == "sampled":
         eager["specops, lse"] = specops_provider(kind, True, op)
     found = {f"{name} eager": f for name, f in eager.items()}
-    if compiled:
-        found |= {f"{name} compiled": torch.compile(f, fullgraph=True, dynamic=False) for name, f in eager.items()}
+    for name, provider in eager.items():
+        if name.split(",")[0] in compiled:
+            found[f"{name} compiled"] = torch.compile(provider, fullgraph=True, dynamic=False)
     return found
 
 
@@ -152,7 +164,8 @@ def check(problem: Problem, found: Mapping[str, Provider], inputs: Inputs, op: s
     """Raise RuntimeError unless every provider is right: see the module's docstring."""
 
     def against_reference(name: str, provider: Provider, values: Inputs) -> None:
-        law = op if name.startswith("specops") or problem.kind == "gumbel" else "verify_exact"
+        of_op = name.startswith("specops") or problem.kind == "gumbel"
+        law = OPS.get(problem.kind, op) if of_op else "verify_exact"
         check_answer(name, problem, values, provider(values), ", lse" in name, law)
 
     for name, provider in found.items():
@@ -179,20 +192,22 @@ def run_problem(
     rounds: int,
     roof: float,
     cache: str = "cold",
-    compiled: bool = True,
+    compiled: Sequence[str] = (),
     op: str = "verify_exact",
     others: Mapping[str, peers.Peer] | None = None,
     skipped: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """A record per provider and mode. `skipped` gets why one of the `others` has none, by name."""
     torch._dynamo.reset()
+    op = OPS.get(problem.kind, op)
     own = providers(problem.kind, device, compiled, op)
     first = make_inputs(problem, device, seed=0)
     check(problem, own, first, op)
 
     sets = [first] * WARM_CALLS if cache == "warm" else copies(first, device)
     runs: dict[tuple[str, str], Callable[[int], float]] = {}
-    work, peaks = {}, {}
+    work: dict[str, dict[str, Any]] = {}
+    peaks = {}
 
     def prepare(name: str, calls: Sequence[Callable[[], Any]], graphs: bool) -> None:
         work[name], peaks[name] = device_work(calls[0], device), peak_bytes(calls[0], device)
@@ -220,7 +235,8 @@ def run_problem(
         record |= {"calls_per_replay": {"graph": len(sets), "replay": 1}.get(mode), **spread(values, "ms")}
         record |= {"bytes": moved, "needed_bytes": needed, "gb_per_s": moved / median * 1e-9}
         rates = {"percent_of_copy": 100 * moved / median / roof, "needed_percent_of_copy": 100 * needed / median / roof}
-        record |= {"launches": work[name][0], "device_ms": work[name][1] * 1e3, "peak_bytes": peaks[name]}
+        record |= {key: value for key, value in work[name].items() if key != "kernels" or mode == "call"}
+        record |= {"peak_bytes": peaks[name]}
         records.append(asdict(problem) | record | rates | {"speedup": baseline / median})
     return records
 
@@ -232,11 +248,12 @@ def show(report: Report) -> None:
         record | {name: record[f"{name}_bytes".lstrip("_")] / 1e6 for name in ("", "needed", "peak")}
         for record in report.records
     ]
-    header = "kind | accepted | V | B | K | dtype | cache | provider | mode | calls | ms | quartiles | GB/s | % of copy"
-    line = "{kind} | {acceptance:g} | {vocab} | {batch} | {num_draft_tokens} | {dtype} | {cache} | {provider} | {mode}"
+    header = "kind | accepted | scale | V | B | K | dtype | cache | provider | mode | calls | ms | quartiles | GB/s"
+    line = "{kind} | {acceptance:g} | {scale:g} | {vocab} | {batch} | {num_draft_tokens} | {dtype} | {cache}"
+    line += " | {provider} | {mode}"
     line += " | {calls_per_replay:d} | {median_ms:.3f} | {quartiles_ms[0]:.3f}-{quartiles_ms[1]:.3f}"
-    line += " | {gb_per_s:.1f} | {percent_of_copy:.0f} | {needed:.2f} | {needed_percent_of_copy:.0f} | {launches:d}"
-    more = " | needed MB | needed % of copy | launches | GPU ms | peak MB | speedup"
+    line += " | {gb_per_s:.1f} | {percent_of_copy:.0f} | {needed:.2f} | {needed_percent_of_copy:.0f} | {launches:g}"
+    more = " | % of copy | needed MB | needed % of copy | launches | GPU ms | peak MB | speedup"
     print(table(header + more, line + " | {device_ms:.4f} | {peak:.3f} | {speedup:.2f}", rows, padded=True))
     for name, reason in report.written["skipped"].items():
         print(f"not here: {name}: {reason}")
@@ -253,8 +270,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     reached = "probability that a draft that was reached is accepted, in (0, 1]"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[None], help=reached)
     parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--scale", type=float, nargs="+", default=[3.0], help="of the target's logits")
     parser.add_argument("--op", default="verify_exact", choices=["verify_exact", "verify_block"], help="of specops")
-    parser.add_argument("--no-compiled", action="store_true", help="leave out what torch.compile makes")
+    names = ["specops", "softmax"]
+    parser.add_argument("--compiled", nargs="*", default=names, choices=names, help="what torch.compile also makes")
     parser.add_argument("--peers", action="store_true", help="also time other implementations that are installed")
     parser.add_argument("--cache", nargs="+", default=["cold"], choices=["cold", "warm"])
     options = parser.parse_args(arguments)
@@ -265,9 +284,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(options.threads)
     sizes = (options.vocab, options.num_draft_tokens, options.dtype, options.batch)
     problems = [
-        (Problem(kind, batch, num_drafts, vocab, dtype, acceptance), cache)
+        (Problem(kind, batch, num_drafts, vocab, dtype, acceptance, scale), cache)
         for vocab, num_drafts, dtype, batch in product(*sizes)
-        for kind, acceptance, cache in product(options.kind, options.acceptance, options.cache)
+        for kind, acceptance, scale, cache in product(options.kind, options.acceptance, options.scale, options.cache)
     ]
     device = torch.device(options.device)
     others, skipped = peers.find() if options.peers else ({}, {})
@@ -279,7 +298,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for problem, cache in problems:
             progress.update(task, description=f"{problem.kind} B={problem.batch} {problem.dtype} {cache}")
             beside = others if problem.kind == "sampled" else {}
-            own = (not options.no_compiled, "verify_gumbel" if problem.kind == "gumbel" else options.op)
+            own = (options.compiled, options.op)
             report.add(run_problem(problem, device, options.rounds, roof, cache, *own, beside, skipped))
             progress.advance(task)
 

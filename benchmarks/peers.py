@@ -3,8 +3,9 @@ and of a step of a hybrid, for `bench_hybrid.py`.
 
     transformers     `_speculative_sampling`, for one sequence at a time, after a float32 copy of both sides. No CUDA
                      graph of it can be made, because it branches on the host
-    FlashInfer       `chain_speculative_sampling`, after a softmax of both sides to float32. It compiles its kernels
-                     with nvcc when it is first called
+    FlashInfer       `chain_speculative_sampling`, after torch's softmax of both sides to float32. It compiles its
+                     kernels with nvcc when it is first called
+    FlashInfer, its softmax   the same after its own softmax, which first copies 16-bit logits to float32
     vLLM             `rejection_sample` of its GPU model runner, after the float32 copy of the target rows that the
                      engine makes
     vLLM, no copy    the same on the logits as they are
@@ -46,9 +47,11 @@ class Peer:
 
 def find() -> tuple[dict[str, Peer], dict[str, str]]:
     """The peers by name, and by name why one is not there."""
-    makers = {"transformers": transformers, "FlashInfer": flashinfer, "vLLM": vllm}
+    makers: dict[str, Callable[[], Peer]] = {"transformers": transformers, "FlashInfer": flashinfer, "vLLM": vllm}
     found, skipped = {}, {}
-    for name, make in (makers | {"vLLM, no copy": partial(vllm, copied=False)}).items():
+    makers["FlashInfer, its softmax"] = partial(flashinfer, own_softmax=True)
+    makers["vLLM, no copy"] = partial(vllm, copied=False)
+    for name, make in makers.items():
         try:
             found[name] = make()
         except ImportError as error:
@@ -89,8 +92,14 @@ def transformers() -> Peer:
     return Peer(prepare, answer, captured=False)
 
 
-def flashinfer() -> Peer:
-    from flashinfer.sampling import chain_speculative_sampling
+def flashinfer(own_softmax: bool = False) -> Peer:
+    from flashinfer.sampling import chain_speculative_sampling, softmax
+
+    def probabilities(logits: Tensor) -> Tensor:
+        if own_softmax:
+            # It takes [N, V].
+            return softmax(logits.flatten(0, 1)).view(logits.shape)
+        return logits.softmax(-1, dtype=torch.float32)
 
     def prepare(inputs: Inputs) -> Callable[[], Any]:
         tokens = inputs["draft_tokens"].int()
@@ -99,7 +108,7 @@ def flashinfer() -> Peer:
         counters = [torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device) for _ in range(2)]
 
         def call() -> Any:
-            q, p = (logits.softmax(-1, dtype=torch.float32) for logits in (draft, target))
+            q, p = probabilities(draft), probabilities(target)
             # A graph repeats the numbers of a seed that is an integer, which costs the same.
             return chain_speculative_sampling(q, tokens, p, *counters, seed=1, offset=0)
 

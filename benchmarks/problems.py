@@ -5,6 +5,7 @@ Bytes model: what must be read of [V] rows, of s_p and s_q bytes an entry, for B
     sampled, lse      B V ((K+1) s_p + s_q)
     one-hot, greedy, gumbel   B V (K+1) s_p
     top-k, top-p, min-p   as sampled; finding what is kept needs more than one pass over a row, which is not counted
+    sigmoid           V (s_p + s_q) for a sequence with a rejection, V s_p for the others
 The pair of rows that the residual needs is read again, from cache, and is not counted. `Problem.bytes` counts all rows;
 `Problem.needed_bytes` leaves out those behind a sequence's first rejection, which decide nothing.
 
@@ -12,6 +13,9 @@ How many drafts are accepted is part of the inputs. Without `acceptance`, even s
 and odd ones accept all, so stopping early saves one row of every other sequence and no more. With it, a draft that was
 reached is accepted with that probability: n is at least i with probability acceptance ** i, and the batch holds the
 quantiles of that law, in random order. A single sequence gets its median.
+
+Numbers: for "sampled" a provider draws its own in the call that is timed, as a step of the loop does. For the other
+kinds whether a draft is accepted depends on the numbers, so they are given.
 """
 
 from __future__ import annotations
@@ -25,13 +29,16 @@ from timing import number_of_sets
 from torch import Tensor
 
 import torch_specops
+from torch_specops.ops.uniforms import verification_uniforms
 from torch_specops.testing import Case, compare
 
 Inputs = dict[str, Tensor]
 Result = tuple[Tensor, Tensor]
 Provider = Callable[[Inputs], Result]
 
-KINDS = ("sampled", "one-hot", "greedy", "gumbel", "top-k", "top-p", "min-p")
+KINDS = ("sampled", "one-hot", "greedy", "gumbel", "sigmoid", "top-k", "top-p", "min-p")
+# Kinds with an op of their own.
+OPS = {"gumbel": "verify_gumbel", "sigmoid": "verify_sigmoid"}
 FILTERS = {"top-k": ("top_k", 50), "top-p": ("top_p", 0.9), "min-p": ("min_p", 0.05)}
 # The float64 reference walks over a row in Python: large batches are compared on so many rows, spread over the batch.
 # A filtered row takes it seconds.
@@ -47,10 +54,12 @@ class Problem:
     vocab: int
     dtype: str
     acceptance: float | None = None
+    # The target's logits are normal numbers times this.
+    scale: float = 3
 
     @property
     def has_draft_logits(self) -> bool:
-        return self.kind == "sampled" or self.kind in FILTERS
+        return self.kind in ("sampled", "sigmoid", *FILTERS)
 
     @property
     def num_accepted(self) -> list[int]:
@@ -68,11 +77,15 @@ class Problem:
 
     def bytes(self, with_lse: bool = False) -> int:
         """All rows, whatever is accepted."""
+        if self.kind == "sigmoid":
+            return self.needed_bytes()
         draft_rows = (1 if with_lse else self.num_draft_tokens) if self.has_draft_logits else 0
         return self.batch * (self.num_draft_tokens + 1 + draft_rows) * self._row_bytes
 
     def needed_bytes(self, with_lse: bool = False) -> int:
         """Rows up to the first rejection."""
+        if self.kind == "sigmoid":
+            return sum(1 + (n < self.num_draft_tokens) for n in self.num_accepted) * self._row_bytes
         rows = 0
         for n in self.num_accepted:
             rejected = n < self.num_draft_tokens
@@ -119,7 +132,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, device=device)
 
-    target_logits = (3 * random(batch, num_drafts + 1, vocab)).to(dtype)
+    target_logits = (problem.scale * random(batch, num_drafts + 1, vocab)).to(dtype)
     draft_logits = (target_logits[:, :-1].float() + random(batch, num_drafts, vocab)).to(dtype)
     num_accepted = torch.tensor(problem.num_accepted, device=device)
     if problem.acceptance is not None:
@@ -141,7 +154,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         places = positions.unsqueeze(1) + torch.arange(num_drafts, device=device)
         rows = (target_logits[:, :-1].flatten(0, 1), seeds.repeat_interleave(num_drafts), places.flatten())
         wanted = torch_specops.sample_gumbel(*rows).view(batch, num_drafts)
-    return {
+    inputs = {
         "target_logits": target_logits,
         "draft_tokens": torch.where(rejected, refused, wanted),
         "draft_logits": draft_logits,
@@ -155,6 +168,14 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         "seeds": seeds,
         "positions": positions,
     }
+    return with_own_numbers(inputs) if problem.kind == "sampled" else inputs
+
+
+def with_own_numbers(inputs: Inputs) -> Inputs:
+    """The same with the numbers that a step of the loop draws for a verification."""
+    num_drafts = inputs["draft_tokens"].shape[1]
+    accept, sample = verification_uniforms(inputs["seeds"], inputs["positions"], num_drafts)
+    return inputs | {"accept_uniforms": accept, "sample_uniforms": sample}
 
 
 def copies(inputs: Inputs, device: torch.device) -> list[Inputs]:

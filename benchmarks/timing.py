@@ -154,16 +154,16 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.nbytes / statistics.median(seconds[2:])
 
 
-def device_work(call: Call, device: torch.device) -> tuple[int | None, float]:
-    """Of one call: the number of launches on the device (kernels, copies, fills; None on a CPU), and the sum of their
-    seconds. On a CPU, the seconds inside torch's own functions."""
-    on_gpu = device.type == "cuda"
+def device_work(call: Call, device: torch.device) -> dict[str, Any]:
+    """Of one call on CUDA: its launches (kernels, copies, fills), the sum of their ms, and its slowest kernels. On a
+    CPU, the ms inside torch's own functions."""
     call()
     synchronize(device)
-    work = _profiled(call, device)
-    if not on_gpu:
-        return None, sum(event.self_cpu_time_total for event in work) * 1e-6
-    return len(work), sum(event.self_device_time_total for event in work) * 1e-6
+    if device.type == "cuda":
+        found = slowest_kernels(call, device)
+        return {"launches": found["launches"], "device_ms": found["device_us"] * 1e-3, "kernels": found["kernels"]}
+    seconds = sum(event.self_cpu_time_total for event in _profiled(call, device)) * 1e-6
+    return {"launches": None, "device_ms": seconds * 1e3, "kernels": None}
 
 
 def slowest_kernels(call: Call, device: torch.device) -> dict[str, Any]:

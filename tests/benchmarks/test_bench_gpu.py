@@ -171,20 +171,21 @@ def test_the_slowest_kernels_are_those_of_one_call(monkeypatch: pytest.MonkeyPat
     calls: list[None] = []
 
     def profiled(call: Callable[[], object], device: torch.device) -> list[Any]:
+        before = len(calls)
         call()
         us = {"first": 1.0, "often": 2.0, "slow": 9.0}
         once = [
             SimpleNamespace(name=name, self_device_time_total=us[name]) for name in ("first", "often", "slow", "often")
         ]
-        return once * len(calls)
+        return once * (len(calls) - before)
 
     monkeypatch.setattr(timing, "_profiled", profiled)
+    monkeypatch.setattr(timing, "synchronize", lambda device: None)
     monkeypatch.setattr(timing, "SLOWEST", 2)
-    assert timing.slowest_kernels(lambda: calls.append(None), torch.device("cuda")) == {
-        "launches": 4,
-        "device_us": 14,
-        "kernels": [{"name": "slow", "launches": 1, "us": 9}, {"name": "often", "launches": 2, "us": 4}],
-    }
+    call, device = lambda: calls.append(None), torch.device("cuda")
+    kernels = [{"name": "slow", "launches": 1, "us": 9}, {"name": "often", "launches": 2, "us": 4}]
+    assert timing.slowest_kernels(call, device) == {"launches": 4, "device_us": 14, "kernels": kernels}
+    assert timing.device_work(call, device) == {"launches": 4, "device_ms": pytest.approx(0.014), "kernels": kernels}
 
 
 def test_the_peak_is_what_was_held_at_a_time() -> None:

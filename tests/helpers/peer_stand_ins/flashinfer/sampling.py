@@ -13,6 +13,11 @@ def verify(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch_specops.verify_exact(p.log(), tokens, q.log(), u, s)
 
 
+def softmax(logits: Tensor, temperature: float | Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:
+    assert logits.dim() == 2 and temperature is None
+    return logits.float().softmax(-1)
+
+
 def chain_speculative_sampling(
     draft_probs: Tensor,
     draft_token_ids: Tensor,
