@@ -71,7 +71,7 @@ def test_turns_change_their_order() -> None:
 def demo_on_the_clock(*arguments: str) -> tuple[Result, float]:
     """A draft whose forwards are no target's; and how many times as fast it is said to be."""
     pair = "--target", "austen-bytes", "--draft", "eagle3:austen-bytes"
-    result = run("demo", *pair, "--max-new-tokens", "24", *arguments)
+    result = run("demo", *pair, "--max-new-tokens", "16", *arguments)
     return result, float(re.search(r"([\d.]+) times as fast", result.output)[1])
 
 
@@ -102,9 +102,16 @@ def test_threads_that_wait_for_each_other_are_not_used(target: str, set_cost: Ca
     result, ratio = demo_on_the_clock()
     assert ratio > 1.5 and row(result, "CPU threads") == "1 (2 were not clearly faster)"
     assert torch.get_num_threads() == 2
-    set_cost(waiting)
-    result, ratio = demo_on_the_clock("--threads", "2")
-    assert ratio < 1 and "pairs of runs); other programs may hold up its threads: try --threads 1\n" in result.stdout
+
+
+def test_slower_is_said_after_a_second_comparison(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slower, faster = Speeds([2.0] * 3, [1.0] * 3), Speeds([1.0] * 3, [2.0] * 3)
+    for found, said in (([slower, faster], "2.00 times as fast with"), ([slower, slower], "slower with")):
+        comparisons = iter([(speeds, []) for speeds in found])
+        monkeypatch.setattr(cli.demo, "compare_speeds", lambda *arguments, each=comparisons: next(each))
+        assert f"\nspeed: {said} the draft" in demo(target).stdout
+    monkeypatch.setattr(cli.demo, "compare_speeds", lambda *arguments: (slower, []))
+    assert "; other programs may hold up its threads: try --threads 1\n" in demo(target, "--threads", "2").stdout
 
 
 def test_ctrl_c_ends_the_comparison(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

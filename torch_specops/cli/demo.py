@@ -72,7 +72,7 @@ def demo(
     Accepted guesses are green, the target's own tokens are yellow. The numbers below the text say how many
     tokens came per step, how many guesses were accepted, and how fast it was. At temperature 0 the prompt is then
     decoded without the draft, and both texts are compared. Runs with the draft and without it take turns, and one of
-    them is called faster only if it was faster in every turn.
+    them is called faster only if it was faster in every turn. What seems slower with the draft is timed once more.
 
     Ctrl-C stops the text or the comparison; the numbers so far are still shown. Exit codes: 1 the texts differ, 2 a
     wrong argument or a missing package, 130 Ctrl-C.
@@ -123,11 +123,12 @@ def demo(
         if check and temperature == 0 and not interrupted:
             compare = partial(compare_speeds, models.target, decoder, input_ids, output.new_tokens(0))
             try:
-                with console.status("decoding again, in turns with the draft and without it"):
+                with console.status("decoding again, with the draft and without it in turns"):
                     speeds, differences = compare()
-                    if speeds and speeds.is_slower and choose_threads and torch.get_num_threads() > 1:
-                        # Another program may have taken a core since the trial.
-                        choose_threads()
+                    if speeds is not None and speeds.is_slower:
+                        # Once more: it may be chance, or another program has taken a core since the trial.
+                        if choose_threads is not None:
+                            choose_threads()
                         speeds, differences = compare()
             except KeyboardInterrupt:
                 interrupted = True

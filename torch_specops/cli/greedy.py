@@ -73,7 +73,7 @@ def check_greedy(
 def greedy_differences(
     target: LanguageModel, input_ids: Tensor, output_tokens: Sequence[int], row: int = 0
 ) -> Iterator[GreedyDifference | None]:
-    """`check_greedy` one forward at a time: for each token the difference, or None."""
+    """`check_greedy`, one forward at a time: a difference or None for each token."""
     text = torch.cat([input_ids.to(target.device), torch.tensor([output_tokens], device=target.device).long()], 1)
     prompt_length, length = input_ids.shape[1], text.shape[1]
     target.start(1, length)
