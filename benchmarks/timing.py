@@ -20,6 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from torch_specops.cli.env import device_name, versions
+from torch_specops.cli.speed import take_turns as take_turns
 
 # Without it, torch's profiler prints a line whenever it starts or stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -117,17 +118,6 @@ def timers(
             single = [capture([call]) for call in calls[:MAX_SINGLE]]
             found["replay"] = lambda i: call_seconds(single[i % len(single)].replay, device, lead)
     return found
-
-
-def take_turns(runs: dict[Any, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Any, list[float]]:
-    """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them."""
-    seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for i in range(-min(warm_up, rounds // 4), rounds):
-        for key, run in runs.items():
-            elapsed = run(i)
-            if i >= 0:
-                seconds[key].append(elapsed)
-    return seconds
 
 
 def spread(seconds: Sequence[float], unit: str, name: str = "") -> dict[str, Any]:

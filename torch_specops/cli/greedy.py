@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,6 @@ def verdict(differences: Sequence[GreedyDifference], is_16_bit: bool = False) ->
 ROUNDING = 3e-5
 
 
-@torch.inference_mode()
 def check_greedy(
     target: LanguageModel, input_ids: Tensor, output_tokens: Sequence[int], row: int = 0
 ) -> list[GreedyDifference]:
@@ -67,20 +66,28 @@ def check_greedy(
         input_ids: [1, P] int64, the prompt.
         row: noted in the differences.
     """
+    return [found for found in greedy_differences(target, input_ids, output_tokens, row) if found is not None]
+
+
+@torch.inference_mode()
+def greedy_differences(
+    target: LanguageModel, input_ids: Tensor, output_tokens: Sequence[int], row: int = 0
+) -> Iterator[GreedyDifference | None]:
+    """`check_greedy`, one forward at a time: a difference or None for each token."""
     text = torch.cat([input_ids.to(target.device), torch.tensor([output_tokens], device=target.device).long()], 1)
     prompt_length, length = input_ids.shape[1], text.shape[1]
     target.start(1, length)
-    differences = []
     read = 0
     for index in range(prompt_length, length):
         positions = torch.arange(read, index, device=target.device).unsqueeze(0)
         logits = target.forward(text[:, read:index], positions, 1)[0, -1]
         read = index
         token, expected_token = int(text[0, index]), int(logits.argmax())
+        difference = None
         if expected_token != token:
             gap = float(logits[expected_token] - logits[token])
             # Without -inf and the lowest float, by which models exclude tokens.
             usual = logits[logits > torch.finfo(logits.dtype).min]
             bound = ROUNDING * float(usual.abs().amax())
-            differences.append(GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row))
-    return differences
+            difference = GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row)
+        yield difference

@@ -107,6 +107,16 @@ def compute_on(device: str, threads: int | None) -> torch.device:
 
 
 @contextmanager
+def threads_restored() -> Iterator[None]:
+    """Sets torch's CPU threads to their present number afterwards."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """Prints errors that the user can fix in one line, and ends the command with exit code 2."""
     try:

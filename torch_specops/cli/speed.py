@@ -1,0 +1,147 @@
+"""Is decoding faster with a draft? Runs with it and without it take turns, on threads that do not wait for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from statistics import median
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..decode import SpeculativeDecoder
+from ..drafts import LanguageModel
+from .greedy import GreedyDifference, greedy_differences
+
+if TYPE_CHECKING:
+    from ..hf import TransformersModel
+
+# Timed runs of each way to decode.
+ROUNDS = 3
+# A trial of a number of threads takes at least this long.
+TRIAL_SECONDS = 0.1
+# Where the largest ratio of two neighbours is less than this times the smallest, the runs agree.
+AGREEMENT = 1.25
+
+Key = TypeVar("Key")
+
+
+def take_turns(runs: Mapping[Key, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Key, list[float]]:
+    """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them. Every
+    other round goes backwards, because the first call finds other caches than the rest.
+
+    Args:
+        runs: called with the number of the round, which is negative in a warm-up.
+        warm_up: the most rounds that do not count; they are a fourth of the others or fewer.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in runs}
+    for i in range(-min(warm_up, rounds // 4), rounds):
+        for key, run in list(runs.items())[:: -1 if i % 2 else 1]:
+            elapsed = run(i)
+            if i >= 0:
+                seconds[key].append(elapsed)
+    return seconds
+
+
+@torch.inference_mode()
+def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
+    """Keep torch's number of CPU threads if it is clearly faster than 1 thread in short trials, otherwise set it to 1.
+
+    Threads wait for each other after every operation. If another program runs on one of their cores, several may take
+    ten times as long as one.
+    """
+    present, width = torch.get_num_threads(), num_draft_tokens + 2
+    if present == 1:
+        return
+    tokens = torch.zeros(1, width, dtype=torch.int64, device=target.device)
+    positions = torch.arange(width, device=target.device).unsqueeze(0)
+
+    def trial(num_threads: int, index: int) -> float:
+        torch.set_num_threads(num_threads)
+        started, reads = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - started) < TRIAL_SECONDS:
+            # As many tokens as a step with drafts reads, then one, as without drafts.
+            target.start(1, width)
+            target.forward(tokens[:, :-1], positions[:, :-1])
+            target.forward(tokens[:, -1:], positions[:, -1:])
+            reads += 1
+        return seconds / reads
+
+    # The first read may load the weights from the disk.
+    trial(1, -1)
+    runs = {count: partial(trial, count) for count in (1, present)}
+    seconds = take_turns(runs, 1)
+    if seconds[present][0] < 2 * seconds[1][0]:
+        seconds = take_turns(runs, ROUNDS)
+    torch.set_num_threads(present if 1.1 * median(seconds[present]) < median(seconds[1]) else 1)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds per token with the draft and without it. The i-th runs of both were neighbours in time."""
+
+    with_draft: Sequence[float]
+    without_draft: Sequence[float]
+
+    @property
+    def _ratios(self) -> list[float]:
+        return [plain / drafted for drafted, plain in zip(self.with_draft, self.without_draft, strict=True)]
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the draft made every run slower."""
+        return max(self._ratios) < 1
+
+    def verdict(self) -> str:
+        """A sentence that says which is faster only if all neighbours agree."""
+        least, most = min(self._ratios), max(self._ratios)
+        fastest = f"{min(self.without_draft) / min(self.with_draft):.2f} times as fast"
+        shown = f"{least:.2f} to {most:.2f} in {len(self._ratios)} pairs of runs"
+        if least > 1:
+            return f"{fastest} with the draft ({shown})"
+        if self.is_slower:
+            return f"slower with the draft, {fastest} ({shown})"
+        if most < AGREEMENT * least:
+            return f"about as fast with the draft as without it ({shown})"
+        return f"this machine is too busy to tell whether the draft helps ({shown})"
+
+
+def compare_speeds(
+    target: TransformersModel, decoder: SpeculativeDecoder, input_ids: Tensor, tokens: Sequence[int]
+) -> tuple[Speeds | None, list[GreedyDifference]]:
+    """Decode the decoder's greedy output again, with the draft and without it in turns. Without it, each turn is a part
+    of `check_greedy`. Reading the prompt is not timed.
+
+    Args:
+        decoder: has run before, so that nothing is slow for the first time.
+        tokens: the output. If it is so short that one step may emit it, there are no speeds.
+    """
+    # Imports transformers, for which `--help` must not wait.
+    from ..hf import language_model
+
+    # With a cache that the decoder's turns leave alone.
+    checked = greedy_differences(language_model(target.model), input_ids, tokens)
+    found = list(islice(checked, 1))
+    part = (len(tokens) - 1) // ROUNDS
+
+    def with_draft(index: int) -> float:
+        steps = decoder.stream(input_ids, max_new_tokens=len(tokens))
+        next(steps)
+        started = time.perf_counter()
+        num_tokens = sum(len(step.tokens[0]) for step in steps)
+        return (time.perf_counter() - started - decoder.stats.compile_seconds) / num_tokens
+
+    def without_draft(index: int) -> float:
+        started = time.perf_counter()
+        found.extend(islice(checked, part))
+        return (time.perf_counter() - started) / part
+
+    speeds = None
+    if part > 0 and len(tokens) > 1 + max(decoder.schedule.buckets):
+        speeds = Speeds(*take_turns({"with": with_draft, "without": without_draft}, ROUNDS).values())
+    found.extend(checked)
+    return speeds, [each for each in found if each is not None]
