@@ -23,7 +23,7 @@ from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
-from .session import Session, completions_of
+from .session import Completions, Session
 from .step import Verifier
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class SpeculativeDecoder:
             max_length = max(longest, 2)
         self._compiled_steps.choose_compile(total / batch_size)
         session = self.session(batch_size, max_length=max_length, logprobs=logprobs, top_logprobs=top_logprobs)
-        return completions_of(session, requests, progress)
+        return Completions(session, requests, progress)
 
     def _begin(
         self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
@@ -375,11 +375,30 @@ class SpeculativeDecoder:
         return batch, stream
 
     def _steps(self, batch: Batch, stream: Stream) -> Iterator[Step]:
-        is_done = all(batch.finished)
-        while not is_done:
-            with self._guard.computing(stream):
-                if self._guard.take_models(stream):
-                    batch.read_again()
-                step = batch.step()
-            is_done = all(step.finished)
-            yield step
+        return _Steps(self._guard, batch, stream)
+
+
+class _Steps(Iterator[Step]):
+    """The steps of a batch. A call that the guard refuses has changed nothing, and the next call goes on; a generator
+    would be over. Any other error, or an interrupt, may leave half a step."""
+
+    def __init__(self, guard: Guard, batch: Batch, stream: Stream) -> None:
+        self._guard = guard
+        self._batch = batch
+        self._stream = stream
+        self._is_whole = True
+
+    def __next__(self) -> Step:
+        if all(self._batch.finished):
+            raise StopIteration
+        with self._guard.computing(self._stream):
+            if not self._is_whole:
+                raise RuntimeError(
+                    "stream: an error or an interrupt has ended it within a step; output() has the tokens so far"
+                )
+            self._is_whole = False
+            if self._guard.take_models(self._stream):
+                self._batch.read_again()
+            step = self._batch.step()
+        self._is_whole = True
+        return step

@@ -385,10 +385,23 @@ class Session:
                 self._rows[row] = None
 
 
-def completions_of(
+class Completions(Iterator[Completion]):
+    """The completions of requests, each of which is read when a row is free for it; closes the session. A step that the
+    guard refuses is raised, and the next call goes on."""
+
+    def __init__(self, session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool) -> None:
+        self._ended = _completions_of(session, requests, progress)
+
+    def __next__(self) -> Completion:
+        ended = next(self._ended)
+        if isinstance(ended, RuntimeError):
+            raise ended
+        return ended
+
+
+def _completions_of(
     session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool
-) -> Iterator[Completion]:
-    """The completions of requests, each of which is read when a row is free for it; closes the session."""
+) -> Iterator[Completion | RuntimeError]:
     bar: Any = nullcontext()
     if progress:
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
@@ -402,7 +415,16 @@ def completions_of(
             # All rows are free, and nothing came.
             if session.is_idle:
                 return
-            for completion in session.step():
+            try:
+                completions = session.step()
+            except RuntimeError as error:
+                # An error within a step has ended all requests.
+                if session.is_idle:
+                    raise
+                # The guard has refused the step. A generator that raises is over.
+                yield error
+                continue
+            for completion in completions:
                 if progress:
                     bar.set_postfix_str(f"{session.stats.tokens_per_second:.1f} tokens/s", refresh=False)
                     bar.update()
