@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..drafts.base import readable_length
 from ..drafts.images import reads_images
 from ..sampling import SamplingParams
 from ..schedules import Schedule
@@ -236,8 +237,7 @@ class Session:
             top_logprobs=self._top_logprobs,
         )
         prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, ROOM["eos"]), -1)))
-        readable = None if getattr(steps.target, "reads_beyond", False) else steps.target.max_length
-        longest = self._max_length if readable is None else min(self._max_length, readable)
+        longest = min(self._max_length, readable_length(steps.target) or self._max_length)
         made = Batch(steps, self._schedule, prompts, steps.capacity(longest))
         made.stats.seeds = []
         if self._batch is not None:

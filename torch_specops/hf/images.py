@@ -212,7 +212,7 @@ class ImageTextModel(TransformersModel):
         return next((each for each in self.prepared.modules() if "rope_deltas" in vars(each)), None)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        positions, owners = super()._position_ids(positions), self._require_cache().owners
+        owners = self._require_cache().owners
         if self._deltas is None:
             return positions
         return positions + (self._deltas.unsqueeze(1) if owners is None else self._deltas[owners])
