@@ -23,7 +23,7 @@ from ..schedules import Schedule
 from .batch import Batch
 from .compiled import CompiledSteps
 from .guard import Guard
-from .inputs import Prompts, check_logprobs, check_room, check_tokens, read_prompts
+from .inputs import Prompts, check_room, check_tokens, checked_logprobs, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
 from .state import ROOM
@@ -61,16 +61,15 @@ class Session:
         logprobs: str | None,
         top_logprobs: int,
     ) -> None:
-        checks.check_int("batch_size", batch_size, 1)
-        checks.check_int("max_length", max_length, 2)
-        check_logprobs(logprobs, top_logprobs, steps.target.vocab_size)
+        batch_size = checks.check_int("batch_size", batch_size, 1)
+        top_logprobs = checked_logprobs(logprobs, top_logprobs, steps.target.vocab_size)
         if steps.draft is not None and not steps.draft.can_restart:
             raise ValueError("draft: a session needs the method restart (DraftSource) of a draft that has start")
         self._steps = steps
         self._schedule = schedule
         self._guard = guard
         self._sampling = sampling
-        self._max_length = max_length
+        self._max_length = checks.check_int("max_length", max_length, 2)
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
@@ -294,7 +293,7 @@ class Session:
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue
-            handle.deadline = time.monotonic() + handle.max_time
+            handle.deadline = time.monotonic() + float(handle.max_time)
             try:
                 # The vocabulary may have shrunk since the request was read.
                 check_tokens(handle.prompt.state.tokens, self._steps.target.vocab_size)

@@ -80,7 +80,8 @@ class Verifier:
     beta: float = 1e3
 
     def __post_init__(self) -> None:
-        checks.check_numbers(**{name: value for name, value in vars(self).items() if name != "op"})
+        for name in ("lenience", "argmax_lenience", "alpha", "beta"):
+            object.__setattr__(self, name, checks.check_number(name, getattr(self, name)))
         checks.check_bounds(self.alpha, self.beta)
         for name in ("alpha", "beta"):
             given, default = getattr(self, name), getattr(Verifier, name)
