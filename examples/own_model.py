@@ -77,8 +77,7 @@ class Transformer(nn.Module):
             block.start(batch, capacity)
 
     def forward(self, tokens: Tensor, positions: Tensor, num_logits: int | None = None) -> Tensor:
-        # Drafts may stand beyond the last position. They are never emitted.
-        x = self.tokens(tokens) + self.positions(positions.clamp(max=self.max_length - 1))
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x, positions)
         # Logits are float32 or of 16 bits, whatever the model computes in.

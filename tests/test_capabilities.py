@@ -204,8 +204,18 @@ def test_a_decoder_is_pickled(compile: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_three_graphs_for_batches_that_are_not_marked() -> None:
+    """One for the first size, one for a batch of 1, and one for all others."""
+    verify, found = torch.compile(torch_specops.verify_exact, fullgraph=True, backend="eager"), []
+    for batch in (2, 1, 5, 7):
+        verify(*list(op_arguments("verify_exact", batch, 3).values())[:5])
+        found.append(counters["stats"]["unique_graphs"])
+    assert found == [1, 2, 3, 3]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_one_graph_for_every_batch() -> None:
-    """Batch dynamic, vocabulary static, and K one of the buckets of a schedule, each of which has a graph."""
+    """Batch marked dynamic, vocabulary static, and K one of the buckets of a schedule, each of which has a graph."""
 
     def arguments(batch: int, num_drafts: int, vocab_size: int = 37) -> list[Tensor]:
         values = list(op_arguments("verify_exact", batch, num_drafts, vocab_size).values())[:5]
@@ -227,3 +237,6 @@ def test_one_graph_for_every_batch() -> None:
         for other in ((4, 3, 37), (4, 4, 38)):
             with pytest.raises(RuntimeError, match="recompile"):
                 verify(*arguments(*other))
+    # torch takes a batch of 1 for a constant.
+    verify(*arguments(1, 2))
+    assert counters["stats"]["unique_graphs"] == 3

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import check_fraction, check_int, check_numbers
+from .checks import check_fraction, check_int, check_number, is_number
 
 FLOAT32_MAX, FLOAT64_MAX = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
 Number = float | Tensor
@@ -276,8 +276,7 @@ def _arguments(**given: Number) -> tuple[Tensor, ...]:
     values: list[Tensor] = []
     shape = torch.Size()
     for name, value in given.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        x = torch.as_tensor(value, dtype=torch.float64, device="cpu") if is_number else value
+        x = torch.as_tensor(value, dtype=torch.float64, device="cpu") if is_number(value) else value
         if not isinstance(x, Tensor) or x.dtype == torch.bool or x.is_complex():
             raise TypeError(f"{name}: expected a number or a tensor of numbers, got {value!r}")
         if name == "num_draft_tokens" and torch.as_tensor(value).is_floating_point():
@@ -308,7 +307,8 @@ def _accepted(
     target_logits: Tensor, draft_logits: Tensor | None, temperature: Number, lenience: float, argmax_lenience: float
 ) -> tuple[Tensor, Tensor]:
     """[.., V] q (1 for one-hot drafts), and the probability that each token is accepted if it is the draft."""
-    check_numbers(lenience=lenience, argmax_lenience=argmax_lenience)
+    lenience = check_number("lenience", lenience)
+    argmax_lenience = check_number("argmax_lenience", argmax_lenience)
     check_fraction("lenience", lenience)
     check_fraction("argmax_lenience", argmax_lenience)
     (t,) = _arguments(temperature=temperature)

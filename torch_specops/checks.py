@@ -3,6 +3,10 @@ on fake tensors too."""
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+from typing import Any, TypeGuard
+
+import torch
 from torch import Tensor
 
 # The dispatch of these subclasses would refuse the op without naming the argument.
@@ -25,14 +29,24 @@ def check_tensor(name: str, value: object, plain: bool = True, expected: str = "
             raise TypeError(f"{name}: expected a plain tensor, got a {kind}{REFUSED_KINDS[kind]}")
 
 
-def check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def is_int(value: object) -> TypeGuard[int]:
+    """An integer of Python or NumPy, or a size that is traced; a bool is none."""
+    # An abstract class answers slowly, and an eager op asks about each of its numbers.
+    return type(value) is int or (isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """A real number of Python or NumPy; a bool is none."""
+    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def check_number(name: str, value: Any) -> float:
+    """The number, as Python has it: NumPy would round what it is added to, and overflow where it is compared."""
+    if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {type(value)}")
-
-
-def check_numbers(**arguments: object) -> None:
-    for name, value in arguments.items():
-        check_number(name, value)
+    if type(value) in (int, float):
+        return value
+    return int(value) if is_int(value) else float(value)
 
 
 def check_fraction(name: str, value: float) -> None:
@@ -41,14 +55,15 @@ def check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
 
 
-def check_int(name: str, value: int, least: int, most: int = 2**63 - 1) -> None:
-    """An int in [least, most]."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_int(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+    """An int in [least, most], as Python has it."""
+    if not is_int(value):
         raise TypeError(f"{name}: expected an int, got {type(value)}")
     if value < least:
         raise ValueError(f"{name}: expected a number >= {least}, got {value}")
     if value > most:
         raise ValueError(f"{name}: expected a number <= {most}, got {value}")
+    return int(value)
 
 
 def check_bounds(alpha: float, beta: float) -> None:

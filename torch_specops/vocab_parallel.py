@@ -308,7 +308,7 @@ def _place(
     assert group is not None
     if vocab_size is None:
         vocab_size = next(iter(columns.values())).shape[-1] * group.size()
-    check_int("vocab_size", vocab_size, 1)
+    vocab_size = check_int("vocab_size", vocab_size, 1)
     width = -(-vocab_size // group.size())
     offset = min(group.rank() * width, vocab_size)
     shards = Shards(group, vocab_size, offset, min(width, vocab_size - offset))

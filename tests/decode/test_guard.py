@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_grammars import Allowing
-from tiny_loops import GREEDY, expected_rows, limited, new_tokens
+from tiny_loops import GREEDY, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, PairModel, padded, perturbed, random_table, tiny
 from torch import Tensor
 
@@ -95,7 +95,8 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     drafting = SpeculativeDecoder(PairModel(model.table), model, sampling=GREEDY)
     expected = decoder.generate(SHORT, max_new_tokens=6).sequences
     old = decoder.stream(SHORT, max_new_tokens=6)
-    next(old)
+    steps = [next(old)]
+    many = decoder.generate_many([Request(row, 6) for row in SHORT], batch_size=1)
     session, served = (decoder.session(1, max_length=20) for _ in range(2))
     handle, ended = (each.submit(Request(SHORT[0], 6)) for each in (session, served))
     calls = (
@@ -105,6 +106,8 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
         lambda: drafting.generate(SHORT),
         decoder.output,
         session.step,
+        lambda: next(old),
+        lambda: next(many),
     )
     errors: list[object] = []
 
@@ -112,9 +115,6 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
         errors.extend(in_a_thread(call) for call in calls)
 
     # Inside a step, and between two steps of `generate`.
-    model.meanwhile = lambda: errors.append(in_a_thread(lambda: next(old)))
-    decoder.generate(SHORT, max_new_tokens=1)
-    assert len(errors) == 1
     model.meanwhile = meanwhile
     list(decoder.stream(SHORT, max_new_tokens=2))
     model.meanwhile = lambda: ended.done or errors.append(in_a_thread(served.run))
@@ -126,7 +126,10 @@ def test_one_thread_at_a_time_uses_a_decoder() -> None:
     # Afterwards it serves any thread.
     again = in_a_thread(calls[0])
     assert isinstance(again, torch_specops.GenerationOutput) and torch.equal(again.sequences, expected)
-    # A step that was refused has changed nothing. Nobody would make the steps of `run` any more.
+    # A step that was refused has changed nothing: iterators go on. Nobody would make the steps of `run` any more.
+    steps += old
+    assert torch.equal(torch.tensor(streamed(steps, 2)), expected[:, 2:])
+    assert torch.equal(torch.stack([completion.tokens for completion in many]), expected)
     while not session.is_idle:
         session.step()
     assert torch.equal(handle.result().tokens, expected[0]) and ended.result(timeout=0).finish_reason == "error"

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_loops import GREEDY, LENGTH, TokenStreamer, expected_rows, limited, new_tokens, streamed
+from tiny_loops import GREEDY, LENGTH, Given, TokenStreamer, expected_rows, limited, new_tokens, streamed
 from tiny_models import PROMPTS, PairModel, encoder_inputs, padded, perturbed, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder, Verifier
 from torch_specops.decode import GenerationOutput, Step
-from torch_specops.drafts import Draft, EarlyExit, LanguageModel, PromptLookup
+from torch_specops.decode.planning import Planner
+from torch_specops.drafts import Draft, EarlyExit, HierarchicalDraft, LanguageModel, PromptLookup
 from torch_specops.ops.uniforms import row_seeds
 from torch_specops.sampling import SamplingTensors
+from torch_specops.schedules import Auto, Heuristic, NextStep
 
 
 class FailingRow(PairModel):
@@ -154,6 +156,8 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"eos_token_id": [[1], 2.5]}, TypeError, "eos_token_id: expected an int, got <class 'float'>"),
     ({"pad_token_id": -1}, ValueError, "pad_token_id: expected a number >= 0, got -1"),
     ({"sampling": 0.7}, TypeError, "sampling: expected SamplingParams"),
+    ({"sampling": {"heat": 1.0}}, TypeError, "sampling: SamplingParams.__init__.* unexpected keyword argument 'heat'"),
+    ({"sampling": {"top_p": 2.0}}, ValueError, r"top_p: expected numbers in \(0, 1\], got 2.0"),
     ({"sampling": SamplingParams(temperature=[0.5, 1.0, 2.0])}, ValueError, "temperature: expected one number or 2"),
 ]
 
@@ -236,6 +240,44 @@ def test_a_keyword_that_a_call_does_not_have() -> None:
     assert {call for call, *_ in advice} == set(calls)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Where they would otherwise reach sizes, products and compiled code, they are Python's from there on."""
+
+    def decode(integer: Callable[[int], Any], number: Callable[[float], Any]) -> list[Any]:
+        sampling: dict[str, Any] = {"temperature": number(0.5), "top_k": integer(7), "repetition_penalty": number(1.5)}
+        sampling |= {"logit_bias": {integer(5): number(0.5)}, "bad_words": [[integer(1), integer(2)]]}
+        verify = Verifier("exact", lenience=number(0.5), argmax_lenience=number(0.5))
+        draft = HierarchicalDraft(PairModel(TABLE), num_inner_tokens=integer(2), num_forwards=integer(2))
+        kwargs: dict[str, Any] = {"num_draft_tokens": integer(3), "max_length": integer(20), "verify": verify}
+        decoder = SpeculativeDecoder(PairModel(TABLE), draft, **kwargs)
+        call = {"max_new_tokens": integer(5), "seed": integer(3), "eos_token_id": integer(4)}
+        counts = {"num_return_sequences": integer(2), "top_logprobs": integer(2), "pad_token_id": integer(6)}
+        output = decoder.generate([[1, 2], [3]], sampling=sampling, **call, **counts)
+        request = Request([1, 2], sampling=sampling, max_time=number(9.5), **call)
+        done = list(decoder.generate_many([request], batch_size=integer(2), top_logprobs=integer(2)))
+        schedules = Auto(integer(3), buckets=[integer(0), integer(3)]), Heuristic(integer(2), maximum=integer(3))
+        kinds = {type(count) for count in (*schedules[0].buckets, schedules[1]._value, decoder.schedule.buckets[0])}
+        assert kinds == {int} and {type(value) for name, value in vars(verify).items() if name != "op"} == {float}
+        return [output.sequences.tolist(), output.stats.seeds, [each.tokens.tolist() for each in done]]
+
+    assert decode(np.int16, np.float16) == decode(np.uint8, np.float32) == decode(int, float)
+    plan, step = Given([np.int64(3)]), NextStep([0], rooms=[9], left=[9], num_rows=1)
+    assert [*map(type, Planner(plan, None, ())._counts(step))] == [int]
+    refused = [
+        (value, TypeError, "num_return_sequences: expected an int, got") for value in (np.bool_(1), np.float64(2))
+    ]
+    decoder = SpeculativeDecoder(PairModel(TABLE))
+    assert raised(lambda value: decoder.generate([[1]], num_return_sequences=value), refused) == []
+
+
+def test_a_mapping_is_sampling_everywhere() -> None:
+    greedy = {"temperature": 0}
+    alone = SpeculativeDecoder(PairModel(TABLE), sampling=GREEDY).generate([[1, 2]], max_new_tokens=6).sequences
+    by_decoder = SpeculativeDecoder(PairModel(TABLE), sampling=greedy).generate([[1, 2]], max_new_tokens=6)
+    by_call = torch_specops.generate(PairModel(TABLE), [[1, 2]], max_new_tokens=6, sampling=greedy)
+    assert torch.equal(alone, by_decoder.sequences) and torch.equal(alone, by_call.sequences)
+
+
 def test_padding_without_a_mask_is_said() -> None:
     class Padded(PairModel):
         pad_token_id = 7
@@ -297,11 +339,16 @@ def test_prompts_may_be_a_list() -> None:
     # The second prompt is padded on the left.
     padded_masks = [[0] * (index == 1) + mask for index, mask in enumerate(masks)]
     padded_prompts = [[9] * (index == 1) + list(prompt) for index, prompt in enumerate(PROMPTS)]
+    # What pandas has for a column of lists.
+    objects = np.array([*map(list, PROMPTS)], dtype=object)
+    column = SimpleNamespace(to_numpy=lambda: objects)
     for prompts, mask in (
         ([list(prompt) for prompt in PROMPTS], None),
         (tuple(tensors), None),
         ([np.array(prompt) for prompt in PROMPTS], masks),
         (padded_prompts, padded_masks),
+        (objects, np.array(masks, dtype=object)),
+        (column, None),
     ):
         output = decoder.generate(prompts, attention_mask=mask, max_new_tokens=LENGTH)
         assert new_tokens(output) == expected_rows()
@@ -317,6 +364,12 @@ def test_prompts_may_be_a_list() -> None:
         ({"input_ids": [[1], []]}, ValueError, r"input_ids\[1\]: expected \[P\] with P >= 1, got shape \[0\]"),
         ({"input_ids": [[1], "a"]}, TypeError, r"input_ids\[1\]: expected an int64 tensor"),
         ({"input_ids": [[1], [0.5]]}, TypeError, "input_ids: expected int64 tokens in every prompt, got .*float32"),
+        ({"input_ids": np.array([[1], "a"], dtype=object)}, TypeError, r"input_ids\[1\]: expected an int64 tensor"),
+        (
+            {"input_ids": np.array([1, 2], dtype=object)},
+            ValueError,
+            "input_ids: expected a list of prompts, got a list",
+        ),
         ({"input_ids": [[1], [60]]}, ValueError, r"input_ids: expected tokens in \[0, 60\), got 60"),
         (
             {"input_ids": [[1]], "attention_mask": torch.ones(1, 1)},

@@ -1,4 +1,5 @@
-"""Drafts that can read less than the target: each row has drafts as far as the draft can read it, and none behind."""
+"""Models that can read no more than some rows need: a draft reads each row as far as it can, and no target is asked to
+read drafts that can never be emitted."""
 
 from __future__ import annotations
 
@@ -116,6 +117,25 @@ def test_sessions_with_rows_that_are_too_long_for_the_draft(kind: str) -> None:
         assert max(positions.shape[1] for positions in draft.readings) <= READABLE, "nothing is caught up with"
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled", "requests"])
+@pytest.mark.parametrize("draft", [lambda: PairModel(TABLE), Short, lambda: PromptLookup(min_ngram=1)])
+def test_a_target_is_not_asked_for_positions_beyond_its_last(
+    how: str, draft: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row ends at its last position, others before, by an eos or their limits."""
+    monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
+    texts = {"input_ids": TEXTS, "max_new_tokens": [24, 8, 5], "eos_token_id": [[], [], [expected()[2][1]]]}
+    alone = new_tokens(SpeculativeDecoder(PairModel(TABLE), sampling=GREEDY).generate(**texts))
+    options: dict[str, Any] = {"num_draft_tokens": 5, "schedule": "constant", "compile": how == "compiled"}
+    decoder = SpeculativeDecoder(Short(max_length=28), draft(), sampling=GREEDY, **options)
+    if how == "requests":
+        requests = [Request(ids, limit, eos_token_id=eos) for ids, limit, eos in zip(*texts.values(), strict=True)]
+        ended = sorted(decoder.generate_many(requests, batch_size=2, max_length=50), key=lambda each: each.index)
+        assert [each.new_tokens.tolist() for each in ended] == alone
+    else:
+        assert new_tokens(decoder.generate(**texts)) == alone
+
+
 @pytest.mark.parametrize("kind", ["model", "over itself"])
 def test_the_law_where_drafting_ends(kind: str, report: Report) -> None:
     close = Short(TABLES["close"], 5)
@@ -147,3 +167,8 @@ def test_a_transformers_model_with_fewer_positions() -> None:
         ]
         assert torch.equal(beams[0].sequences, beams[1].sequences)
         assert (beams[1].stats.num_accepted > 0) == (len(prompts) == 1)
+    # As a target, it is not asked for more positions than it has, though the rows have drafts of one depth.
+    ids, mask = padded([texts[0], texts[2]], "left")
+    call = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": [20, 6]}
+    found, expected = (beam_search(short, ids, draft=draft, **call).sequences for draft in (target, None))
+    assert torch.equal(found, expected) and found.shape[1] == 24

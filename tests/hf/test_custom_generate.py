@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -386,6 +387,20 @@ def test_a_wrapper_that_changes_the_inputs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model: a wrapper .* changes its inputs"):
         ours(target, **ONE_PROMPT)
     del target.prepare_inputs_for_generation
+    assert torch.equal(ours(target, **ONE_PROMPT), plain(target, **ONE_PROMPT))
+
+
+def test_adapters_of_single_rows_are_refused() -> None:
+    """PEFT's wrapper keeps `adapter_names` for itself, and hands them to its layers in hooks."""
+    target = tiny("llama")
+
+    def name(module: Any, args: Any, kwargs: Any, adapter_names: Any) -> Any:
+        return args, kwargs
+
+    hook = functools.partial(name, adapter_names=["default"])
+    handle = target.model.layers[1].mlp.register_forward_pre_hook(hook, with_kwargs=True)
+    with handle, pytest.raises(NotImplementedError, match=r"adapter_names: .* expected None, and a call for each"):
+        ours(target, **ONE_PROMPT)
     assert torch.equal(ours(target, **ONE_PROMPT), plain(target, **ONE_PROMPT))
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from op_cases import FILTERS, OPS, SCHEMAS, VERIFY_OPS, call, equal, op_arguments
@@ -177,6 +178,8 @@ def test_a_number_stands_for_all_rows(op: str) -> None:
     tensors = {name: torch.full((B,), x, dtype=dtypes.get(name, torch.float32)) for name, x in numbers.items()}
     expected = call(op, good(op) | tensors)
     assert equal(call(op, good(op) | numbers), expected)
+    of_numpy = {name: np.int64(x) if name == "top_k" else np.float32(x) for name, x in numbers.items()}
+    assert equal(call(op, good(op) | of_numpy), expected)
     got, want = (getattr(reference, op)(**good(op) | values) for values in (numbers, tensors))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     given = {name: value for name, value in good(op).items() if name not in numbers}
@@ -191,6 +194,12 @@ def test_a_number_stands_for_all_rows(op: str) -> None:
             assert message.startswith(f"{name}: expected a number {expected.get(name, 'in [0, 1]')}, got ")
             assert message.endswith(f", got {value}")
         assert outcome(function(op, "op"), good(op) | {name: 0.5})[0] is not None
+
+
+@pytest.mark.parametrize("op, names", [("verify_exact", ["lenience", "argmax_lenience"]), ("verify_sigmoid", ["beta"])])
+def test_numbers_of_numpy_for_the_law(op: str, names: list[str]) -> None:
+    found = [call(op, good(op) | dict.fromkeys(names, kind(0.5))) for kind in (float, np.float16, np.float32)]
+    assert all(equal(each, found[0]) for each in found)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

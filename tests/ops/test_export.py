@@ -9,7 +9,7 @@ import pytest
 import torch
 from aot_example import MAX_NEW_TOKENS, NUM_DRAFTS, PROMPTS, decode, step_state, tiny_pair, tiny_step
 from marks import slow
-from op_cases import OPS, Call, assert_equal, op_arguments, tensor_arguments
+from op_cases import OPS, VERIFY_OPS, Call, assert_equal, op_arguments, tensor_arguments
 from tiny_models import padded
 from torch import Tensor, nn
 
@@ -49,6 +49,18 @@ def test_export_keeps_one_op(op: str, filtered: bool, strict: bool, tmp_path: Pa
     for batch in (1, 9):
         fresh = tensor_arguments(op, batch, filtered=filtered, seed=batch)
         assert_equal(each.module()(fresh), module(op)(fresh))
+
+
+@pytest.mark.parametrize("op", VERIFY_OPS)
+def test_a_dynamic_number_of_drafts_begins_at_one(op: str) -> None:
+    given, drafts = tensor_arguments(op, filtered=False), torch.export.Dim("drafts", min=1, max=30)
+    sizes = {"target_logits": drafts + 1, "draft_tokens": drafts, "draft_logits": drafts, "draft_lse": drafts}
+    sizes["accept_uniforms"] = drafts
+    shapes = {name: {1: sizes[name]} if name in sizes else None for name in given}
+    program = torch.export.export(module(op), (given,), dynamic_shapes=(shapes,)).module()
+    for num_drafts in (1, 2):
+        fresh = tensor_arguments(op, 4, num_drafts, filtered=False)
+        assert_equal(program(fresh), module(op)(fresh))
 
 
 def test_one_hot_drafts_and_what_eager_refuses() -> None:

@@ -109,6 +109,27 @@ def test_the_last_program_of_a_sequence_loads_what_the_others_stored(kernel: str
     assert "LDG" in order[count:] and "CONSTANT" not in sass
 
 
+# Of tiles and groups of one row.
+COUNTS = {"tiles_per_program", "num_groups", "room"}
+
+
+@pytest.mark.parametrize("kernel", ["attend.parts", *(slow(name) for name in aot.KERNELS if name != "attend.parts")])
+def test_no_size_or_stride_is_multiplied_in_32_bits(kernel: str) -> None:
+    """An index times a stride passes 2^31 in a large tensor, whose sizes and strides do not."""
+    builds = [build for build in aot.builds() if build.kernel == kernel]
+    build = next((build for build in builds if "UNIT_STRIDE=False" in build.config), builds[0])
+    compiled = aot.compile_kernel(aot.KERNELS[kernel], dict(build.types), dict(build.constants), "sm_90")
+    sizes = {f"%{name}" for name, kind in build.types if kind == "i32" and name not in COUNTS}
+    products = []
+    for result, operation, operands in re.findall(r"(%\w+) = (tt\.\w+|arith\.\w+) (.*)", compiled.asm["ttir"]):
+        if sizes.intersection(re.findall(r"%\w+", operands)):
+            if operation in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
+                sizes.add(result)
+            elif operation == "arith.muli" and not re.search(r": (tensor<\w+x)?i64", operands):
+                products.append(f"{result} = {operands}")
+    assert products == []
+
+
 def test_no_kernel_has_a_parameter_that_inductor_adds() -> None:
     """Its launchers take the arguments by their names, and then the stream."""
     assert not [name for name, kernel in aot.KERNELS.items() if "stream" in kernel.arg_names]

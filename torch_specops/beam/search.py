@@ -105,16 +105,15 @@ def beam_search(
         >>> output.sequences.shape, output.scores.shape, output.stats.acceptance_rate
         (torch.Size([2, 11]), torch.Size([2]), 1.0)
     """
-    checks.check_int("num_beams", num_beams, 1)
-    checks.check_int("num_draft_tokens", num_draft_tokens, 0)
-    checks.check_int("num_return_sequences", num_return_sequences, 1)
+    num_beams = checks.check_int("num_beams", num_beams, 1)
+    num_draft_tokens = checks.check_int("num_draft_tokens", num_draft_tokens, 0)
+    num_return_sequences = checks.check_int("num_return_sequences", num_return_sequences, 1)
     if num_return_sequences > num_beams:
         raise ValueError(f"num_return_sequences: expected at most num_beams = {num_beams}, got {num_return_sequences}")
-    width = num_beams if draft_beams is None else draft_beams
-    checks.check_int("draft_beams", width, num_beams)
+    width = num_beams if draft_beams is None else checks.check_int("draft_beams", draft_beams, num_beams)
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping: expected True, False or 'never', got {early_stopping!r}")
-    checks.check_numbers(length_penalty=length_penalty)
+    length_penalty = checks.check_number("length_penalty", length_penalty)
     model = _tree_model("target", as_language_model("target", target))
     draft_model = _draft_model(draft, model)
     guard = Guard(model, draft_model)

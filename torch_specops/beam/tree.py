@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import LanguageModel
+from ..drafts.base import readable_positions
 
 # The number of slots that a forward attends to is a multiple of this.
 WIDTH_MULTIPLE = 32
@@ -111,7 +112,7 @@ class BeamTree:
             slots = torch.cat([self._parent_slots, slots], 1)
             visible = torch.cat([parents, visible], 1)
         slot_positions = self._slot_positions[:, : self.width]
-        positions = slot_positions.gather(1, slots)
+        positions = readable_positions(model, slot_positions.gather(1, slots))
         return model.forward_tree(tokens, positions, slots, visible, slot_positions)[:, -num_nodes:]
 
     def move(self, parents: Tensor, tokens: Tensor, num_levels: Tensor, done: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import feature_model, readable_lengths, replace_inputs
+from ..drafts.base import feature_model, readable_length, readable_lengths, replace_inputs
 from ..drafts.images import reads_images
 from ..drafts.ragged import begin_texts, expect_tokens, keeps_states, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
@@ -123,7 +123,7 @@ class Batch:
         state, lengths = self.state, [row.length for row in self.rows]
         reads_first |= _keep_features(target, draft) or keeps_states(target)
         with normal_tensors():
-            target.start(len(lengths), state.capacity, inputs)
+            target.start(len(lengths), min(state.capacity, readable_length(target) or state.capacity), inputs)
         if self._is_fixed or min(lengths) < max(lengths) or reads_first:
             prompt_lengths = state.lengths.new_tensor([len(row.prompt) for row in self.rows])
             read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)

@@ -17,13 +17,13 @@ from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .compiled import CompiledSteps
 from .guard import Guard, Stream
-from .inputs import GenerateArguments, PromptIds, check_room, checked_sampling, read_prompts
+from .inputs import GenerateArguments, PromptIds, Sampling, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
 from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
-from .session import Session, completions_of
+from .session import Completions, Session
 from .step import Verifier
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class SpeculativeDecoder:
             accepted, otherwise 1 fewer; at most 20, or K if that is more; compiled steps round down, as
             `schedules.Heuristic` says); or a `Schedule`. None = "auto" for deterministic drafts, otherwise "constant".
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
-            (`SamplingParams.from_generation_config` takes that). `generate` can override it for one call.
+            (`SamplingParams.from_generation_config` takes that). A mapping has fields of `SamplingParams`. `generate`
+            can override it for one call.
         verify: "gumbel" (`verify_gumbel`: the text of a row depends on its seed, and not on the draft); "exact"
             (`verify_exact`: the same law, and accepts more drafts that were sampled); "block" (`verify_block`: the same
             law, and on average at least as many); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with
@@ -140,7 +141,7 @@ class SpeculativeDecoder:
         *,
         num_draft_tokens: int | None = None,
         schedule: str | Schedule | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling = None,
         verify: str | Verifier | None = None,
         compile: bool | str = "auto",
         one_graph: bool = False,
@@ -152,15 +153,13 @@ class SpeculativeDecoder:
             self.draft.bind(self.target)
         if num_draft_tokens is None:
             num_draft_tokens = getattr(self.draft, "default_draft_tokens", None) or 5
-        checks.check_int("num_draft_tokens", num_draft_tokens, 1)
+        num_draft_tokens = checks.check_int("num_draft_tokens", num_draft_tokens, 1)
         limit, deterministic = (getattr(self.draft, name, None) for name in ("max_draft_tokens", "deterministic"))
         chosen = schedules.as_schedule(schedule, num_draft_tokens, limit, bool(deterministic))
         if draft is None:
             chosen = schedules.Constant(0)
         self.sampling = checked_sampling(sampling) or SamplingParams()
-        self.max_length = max_length
-        if max_length is not None:
-            checks.check_int("max_length", max_length, 2)
+        self.max_length = None if max_length is None else checks.check_int("max_length", max_length, 2)
         if verify is None:
             verify = "gumbel" if getattr(self.draft, "deterministic", True) else "exact"
         verifier = verify if isinstance(verify, Verifier) else Verifier(verify)
@@ -201,8 +200,8 @@ class SpeculativeDecoder:
 
         Args:
             input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` gives
-                them; or a tensor or an array of numpy [B, P], padded on either side. For an encoder-decoder model, the
-                decoder's prompts.
+                them, or a column of such lists (pandas, Arrow, an array of objects); or a tensor or an array of numpy
+                [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
                 whose `end` is called whatever ends the call.
             attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
@@ -344,13 +343,13 @@ class SpeculativeDecoder:
         """
         if isinstance(requests, (Request, str)) or not isinstance(requests, Iterable):
             raise TypeError(f"requests: expected an iterable of Request, got {type(requests)}")
-        checks.check_int("batch_size", batch_size, 1)
+        batch_size = checks.check_int("batch_size", batch_size, 1)
         longest, total = largest(requests) if isinstance(requests, Collection) else (0, 0)
         if max_length is None and self.max_length is None and isinstance(requests, Collection):
             max_length = max(longest, 2)
         self._compiled_steps.choose_compile(total / batch_size)
         session = self.session(batch_size, max_length=max_length, logprobs=logprobs, top_logprobs=top_logprobs)
-        return completions_of(session, requests, progress)
+        return Completions(session, requests, progress)
 
     def _begin(
         self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
@@ -375,11 +374,30 @@ class SpeculativeDecoder:
         return batch, stream
 
     def _steps(self, batch: Batch, stream: Stream) -> Iterator[Step]:
-        is_done = all(batch.finished)
-        while not is_done:
-            with self._guard.computing(stream):
-                if self._guard.take_models(stream):
-                    batch.read_again()
-                step = batch.step()
-            is_done = all(step.finished)
-            yield step
+        return _Steps(self._guard, batch, stream)
+
+
+class _Steps(Iterator[Step]):
+    """The steps of a batch. A call that the guard refuses has changed nothing, and the next call goes on; a generator
+    would be over. Any other error, or an interrupt, may leave half a step."""
+
+    def __init__(self, guard: Guard, batch: Batch, stream: Stream) -> None:
+        self._guard = guard
+        self._batch = batch
+        self._stream = stream
+        self._is_whole = True
+
+    def __next__(self) -> Step:
+        if all(self._batch.finished):
+            raise StopIteration
+        with self._guard.computing(self._stream):
+            if not self._is_whole:
+                raise RuntimeError(
+                    "stream: an error or an interrupt has ended it within a step; output() has the tokens so far"
+                )
+            self._is_whole = False
+            if self._guard.take_models(self._stream):
+                self._batch.read_again()
+            step = self._batch.step()
+        self._is_whole = True
+        return step

@@ -26,6 +26,7 @@ PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
 Seed = int | Sequence[int] | Tensor | None
+Sampling = SamplingParams | Mapping[str, Any] | None
 AnyGrammar = Grammar | Sequence[Grammar | None] | None
 StopStrings = str | Sequence[str] | Sequence[Sequence[str]] | None
 
@@ -38,7 +39,7 @@ class GenerateArguments(TypedDict, total=False):
 
     attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None
     max_new_tokens: int | Sequence[int]
-    sampling: SamplingParams | None
+    sampling: Sampling
     seed: Seed
     eos_token_id: EosTokenIds
     pad_token_id: int | None
@@ -90,7 +91,7 @@ def read_prompts(
     *,
     attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
-    sampling: SamplingParams | None = None,
+    sampling: Sampling = None,
     default_sampling: SamplingParams | None = None,
     seed: Seed = None,
     eos_token_id: EosTokenIds = None,
@@ -114,11 +115,11 @@ def read_prompts(
     Raises:
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
     """
-    prompts, attention_mask = _batch_of(input_ids, attention_mask)
-    tokens, lengths = _align(prompts, attention_mask, target.vocab_size)
+    prompts, mask = _batch_of(input_ids, attention_mask)
+    tokens, lengths = _align(prompts, mask, target.vocab_size)
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs: expected tensors by name, got {type(inputs)}")
-    checks.check_int("num_return_sequences", num_return_sequences, 1)
+    num_return_sequences = checks.check_int("num_return_sequences", num_return_sequences, 1)
     batch = tokens.shape[0] * num_return_sequences
     num_new = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)
     own_eos = getattr(target, "eos_token_ids", ())
@@ -126,22 +127,22 @@ def read_prompts(
     if eos_token_id is not None and int(eos.max()) >= target.vocab_size:
         raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
     if pad_token_id is not None:
-        checks.check_int("pad_token_id", pad_token_id, 0)
+        pad_token_id = checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = getattr(target, "pad_token_id", None)
     # A tokenizer may have another pad token than the model's config: often an eos token or token 0.
     suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
-    if attention_mask is None:
+    if mask is None:
         _warn_of_padding("attention_mask", tokens, suspects, pad_token_id)
     read_by_encoder = (inputs or {}).get("input_ids")
     if read_by_encoder is not None and "attention_mask" not in (inputs or {}):
         _warn_of_padding("inputs: attention_mask", read_by_encoder, suspects, pad_token_id)
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
-    check_logprobs(logprobs, top_logprobs, target.vocab_size)
+    top_logprobs = checked_logprobs(logprobs, top_logprobs, target.vocab_size)
     if reads_images(target):
-        inputs = target.check_images(tokens, lengths, inputs, _of_numpy(attention_mask))
+        inputs = target.check_images(tokens, lengths, inputs, mask)
     if num_return_sequences > 1:
         tokens, lengths = (each.repeat_interleave(num_return_sequences, 0) for each in (tokens, lengths))
         # Images are read once for all sequences of a prompt.
@@ -199,15 +200,22 @@ def check_room(target: LanguageModel, longest: int, max_length: int | None = Non
     )
 
 
-def check_logprobs(logprobs: str | None, top_logprobs: int, vocab_size: int) -> None:
+def checked_logprobs(logprobs: str | None, top_logprobs: int, vocab_size: int) -> int:
+    """`top_logprobs`, checked with `logprobs`."""
     if logprobs not in (None, "raw", "processed"):
         raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {logprobs!r}")
-    checks.check_int("top_logprobs", top_logprobs, 0)
+    top_logprobs = checks.check_int("top_logprobs", top_logprobs, 0)
     if top_logprobs > vocab_size:
         raise ValueError(f"top_logprobs: expected at most the {vocab_size} tokens of the target, got {top_logprobs}")
+    return top_logprobs
 
 
-def checked_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
+def checked_sampling(sampling: Sampling) -> SamplingParams | None:
+    if isinstance(sampling, Mapping):
+        try:
+            return SamplingParams(**sampling)
+        except TypeError as error:
+            raise TypeError(f"sampling: {error}") from error
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling: expected SamplingParams, got {type(sampling)}")
     return sampling
@@ -257,7 +265,7 @@ def _read_seeds(seed: Seed, batch: int) -> Tensor:
     values = int(torch.randint(0, 2**62, (1,), device="cpu")) if seed is None else _as_python(seed)
     numbers = values if isinstance(values, list) else [values]
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int):
+        if not checks.is_int(number):
             raise TypeError(f"{expected}, got {type(number)}")
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"seed: expected a 64-bit number, got {number}")
@@ -269,8 +277,10 @@ def _read_seeds(seed: Seed, batch: int) -> Tensor:
 
 
 def _of_numpy(value: Any) -> Any:
-    """A NumPy array as a tensor with its own memory; anything else unchanged."""
-    return torch.tensor(value, device="cpu") if type(value).__module__ == "numpy" else value
+    """A NumPy array as a tensor with its own memory, or as a list if it has objects; anything else unchanged."""
+    if type(value).__module__ != "numpy":
+        return value
+    return value.tolist() if value.dtype == object else torch.tensor(value, device="cpu")
 
 
 def _as_python(value: Any) -> Any:
@@ -306,7 +316,7 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
 def as_prompt(name: str, values: Any) -> Tensor:
     """[P] of a tensor, an array or a list."""
     try:
-        tokens = torch.as_tensor(values, device="cpu")
+        tokens = torch.as_tensor(_of_numpy(values), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected an int64 tensor [P] or a list of tokens, got {type(values)}") from error
     if tokens.dim() != 1 or len(tokens) == 0:
@@ -316,11 +326,14 @@ def as_prompt(name: str, values: Any) -> Tensor:
 
 def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     """A list of prompts, and of their masks if there are any, as tensors with padding on the right."""
+    # A column of pandas, Arrow or polars, whose array has a list for each row.
+    columns = (each.to_numpy() if hasattr(each, "to_numpy") else each for each in (input_ids, attention_mask))
+    input_ids, attention_mask = map(_of_numpy, columns)
     if not isinstance(input_ids, (list, tuple)):
         return input_ids, attention_mask
     if not input_ids:
         raise ValueError("input_ids: expected at least one prompt, got an empty list")
-    if isinstance(input_ids[0], int):
+    if checks.is_int(input_ids[0]):
         raise ValueError("input_ids: expected a list of prompts, got a list of tokens: pass [tokens]")
     rows = [as_prompt(f"input_ids[{index}]", prompt) for index, prompt in enumerate(input_ids)]
     masks = [torch.ones_like(row) for row in rows]
@@ -340,7 +353,6 @@ def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Prompts padded on either side -> tokens [B, P] that begin at index 0, and lengths [B]."""
-    input_ids, attention_mask = _of_numpy(input_ids), _of_numpy(attention_mask)
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         found = getattr(input_ids, "dtype", type(input_ids))
         expected = 'an int64 tensor [B, P] or a list of prompts, as tokenizer(texts)["input_ids"]'

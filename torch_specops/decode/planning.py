@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from .. import checks
 from ..drafts import Draft, DraftSource
 from ..schedules import NextStep, PastStep, Schedule
 from .rows import Row
@@ -110,13 +111,13 @@ class Planner:
     def _counts(self, asked: NextStep) -> list[int]:
         schedule = self._schedule
         counts, limits = list(schedule.plan(asked)), asked.at_most(max(schedule.buckets))
-        are_numbers = len(counts) == len(limits) and all(isinstance(own, int) for own in counts)
+        are_numbers = len(counts) == len(limits) and all(map(checks.is_int, counts))
         if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
             raise ValueError(
                 f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
                 f"got {counts}"
             )
-        return counts
+        return list(map(int, counts))
 
     def choose(self, step: PlannedStep, proposal: Draft, num_proposed: Tensor) -> list[int]:
         """How many drafts of each row to verify (`StepPlan.choose`)."""

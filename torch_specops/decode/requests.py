@@ -18,7 +18,7 @@ from ..drafts import LanguageModel
 from ..drafts.images import reads_images
 from ..grammars import Grammar
 from ..sampling import SamplingParams
-from .inputs import Prompts, Seed, as_prompt, read_prompts
+from .inputs import Prompts, Sampling, Seed, as_prompt, read_prompts
 from .keywords import check_keywords
 from .output import TopLogprobs, shortened
 
@@ -56,7 +56,7 @@ class Request:
 
     input_ids: Tensor | Sequence[int]
     max_new_tokens: int = 128
-    sampling: SamplingParams | Mapping[str, Any] | None = None
+    sampling: Sampling = None
     seed: Seed = None
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
@@ -195,7 +195,7 @@ class Handle:
             TypeError, ValueError: timeout is no such number.
         """
         if timeout is not None:
-            checks.check_number("timeout", timeout)
+            timeout = checks.check_number("timeout", timeout)
             if not timeout >= 0:
                 raise ValueError(f"timeout: expected seconds >= 0, or None for no limit, got {timeout}")
         with self._changed:
@@ -292,14 +292,9 @@ def read_request(
         TypeError, ValueError: a wrong field, by name.
     """
     fields = dict(vars(request))
-    if isinstance(request.sampling, Mapping):
-        try:
-            fields["sampling"] = SamplingParams(**request.sampling)
-        except TypeError as error:
-            raise TypeError(f"sampling: {error}") from error
     max_time, inputs = fields.pop("max_time"), request.inputs
     if max_time is not None:
-        checks.check_number("max_time", max_time)
+        max_time = checks.check_number("max_time", max_time)
         if not 0 <= max_time <= sys.float_info.max and max_time != math.inf:
             raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
     has_encoder = getattr(target, "reads_inputs", False)

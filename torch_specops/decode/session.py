@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..drafts.base import readable_length
 from ..drafts.images import reads_images
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch
 from .compiled import CompiledSteps
 from .guard import Guard
-from .inputs import Prompts, check_logprobs, check_room, check_tokens, read_prompts
+from .inputs import Prompts, check_room, check_tokens, checked_logprobs, read_prompts
 from .output import GenerationStats, TopLogprobs
 from .requests import Completion, Handle, Request, read_request
 from .state import ROOM
@@ -60,16 +61,15 @@ class Session:
         logprobs: str | None,
         top_logprobs: int,
     ) -> None:
-        checks.check_int("batch_size", batch_size, 1)
-        checks.check_int("max_length", max_length, 2)
-        check_logprobs(logprobs, top_logprobs, steps.target.vocab_size)
+        batch_size = checks.check_int("batch_size", batch_size, 1)
+        top_logprobs = checked_logprobs(logprobs, top_logprobs, steps.target.vocab_size)
         if steps.draft is not None and not steps.draft.can_restart:
             raise ValueError("draft: a session needs the method restart (DraftSource) of a draft that has start")
         self._steps = steps
         self._schedule = schedule
         self._guard = guard
         self._sampling = sampling
-        self._max_length = max_length
+        self._max_length = checks.check_int("max_length", max_length, 2)
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
@@ -236,8 +236,7 @@ class Session:
             top_logprobs=self._top_logprobs,
         )
         prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, ROOM["eos"]), -1)))
-        readable = None if getattr(steps.target, "reads_beyond", False) else steps.target.max_length
-        longest = self._max_length if readable is None else min(self._max_length, readable)
+        longest = min(self._max_length, readable_length(steps.target) or self._max_length)
         made = Batch(steps, self._schedule, prompts, steps.capacity(longest))
         made.stats.seeds = []
         if self._batch is not None:
@@ -294,7 +293,7 @@ class Session:
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue
-            handle.deadline = time.monotonic() + handle.max_time
+            handle.deadline = time.monotonic() + float(handle.max_time)
             try:
                 # The vocabulary may have shrunk since the request was read.
                 check_tokens(handle.prompt.state.tokens, self._steps.target.vocab_size)
@@ -385,10 +384,23 @@ class Session:
                 self._rows[row] = None
 
 
-def completions_of(
+class Completions(Iterator[Completion]):
+    """The completions of requests, each of which is read when a row is free for it; closes the session. A step that the
+    guard refuses is raised, and the next call goes on."""
+
+    def __init__(self, session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool) -> None:
+        self._ended = _completions_of(session, requests, progress)
+
+    def __next__(self) -> Completion:
+        ended = next(self._ended)
+        if isinstance(ended, RuntimeError):
+            raise ended
+        return ended
+
+
+def _completions_of(
     session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool
-) -> Iterator[Completion]:
-    """The completions of requests, each of which is read when a row is free for it; closes the session."""
+) -> Iterator[Completion | RuntimeError]:
     bar: Any = nullcontext()
     if progress:
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
@@ -402,7 +414,16 @@ def completions_of(
             # All rows are free, and nothing came.
             if session.is_idle:
                 return
-            for completion in session.step():
+            try:
+                completions = session.step()
+            except RuntimeError as error:
+                # An error within a step has ended all requests.
+                if session.is_idle:
+                    raise
+                # The guard has refused the step. A generator that raises is over.
+                yield error
+                continue
+            for completion in completions:
                 if progress:
                     bar.set_postfix_str(f"{session.stats.tokens_per_second:.1f} tokens/s", refresh=False)
                     bar.update()

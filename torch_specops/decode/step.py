@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import proposal_of
+from ..drafts.base import proposal_of, readable_positions
 from ..drafts.ragged import can_read_rows, read_ragged
 from ..grammars import allowed_logits
 from ..ops import sample, verify_block, verify_exact, verify_gumbel, verify_sigmoid
@@ -80,7 +80,8 @@ class Verifier:
     beta: float = 1e3
 
     def __post_init__(self) -> None:
-        checks.check_numbers(**{name: value for name, value in vars(self).items() if name != "op"})
+        for name in ("lenience", "argmax_lenience", "alpha", "beta"):
+            object.__setattr__(self, name, checks.check_number(name, getattr(self, name)))
         checks.check_bounds(self.alpha, self.beta)
         for name in ("alpha", "beta"):
             given, default = getattr(self, name), getattr(Verifier, name)
@@ -179,10 +180,12 @@ def verify_and_commit(
     num_draft_tokens = proposal.tokens.shape[1]
     num_unread = plan.prefill_length or 1
     index = torch.arange(num_unread + num_draft_tokens, device=state.tokens.device)
-    positions = (state.lengths - num_unread).unsqueeze(1) + index
+    positions = readable_positions(target, (state.lengths - num_unread).unsqueeze(1) + index)
     unread = state.tokens.gather(1, positions[:, :num_unread])
     if num_draft_tokens > 0:
-        unread = torch.cat([unread, proposal.tokens.clamp(min=0)], 1)
+        # Padding is the newest token, which a row that has ended may have at the last readable position.
+        drafts = torch.where(proposal.tokens < 0, unread[:, -1:], proposal.tokens)
+        unread = torch.cat([unread, drafts], 1)
     is_ragged = choose is not None and plan.prefill_length is None and unread.shape[0] > 1
     if is_ragged and can_read_rows(target):
         # Processors, and those who keep the logits, get all rows, and may not take NaN.

@@ -278,7 +278,8 @@ class LanguageModel(Protocol):
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence the model can read; None = no limit known."""
+        """The longest sequence the model can read; None = no limit known. No position beyond is read, and no larger
+        capacity asked for, except by beam search, for the slots of its tree."""
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Make room for `batch` sequences of `capacity` tokens and forget what was read before.
@@ -377,6 +378,17 @@ def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
             f"without {', '.join(missing)}"
         )
     return cast(FeatureModel, target)
+
+
+def readable_length(model: LanguageModel) -> int | None:
+    """The longest sequence that a model can read, which is not always the `max_length` that it was made for."""
+    return None if getattr(model, "reads_beyond", False) else model.max_length
+
+
+def readable_positions(model: LanguageModel, positions: Tensor) -> Tensor:
+    """Positions that a model can read: the last that it can, where padding would stand behind it."""
+    limit = readable_length(model)
+    return positions if limit is None else positions.clamp(max=limit - 1)
 
 
 def replace_inputs(model: LanguageModel, row: int, inputs: Mapping[str, Tensor]) -> None:

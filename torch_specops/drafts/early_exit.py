@@ -35,8 +35,7 @@ class EarlyExit(ModelDraft):
     """
 
     def __init__(self, num_layers: int) -> None:
-        checks.check_int("num_layers", num_layers, 1)
-        self.num_layers = num_layers
+        self.num_layers = checks.check_int("num_layers", num_layers, 1)
         self._layers_of: LanguageModel | None = None
 
     def bind(self, target: LanguageModel) -> None:

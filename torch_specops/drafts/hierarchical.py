@@ -74,11 +74,9 @@ class HierarchicalDraft(ModelDraft):
             raise ValueError(f"inner: expected the model's {self.vocab_size} tokens, got {inner.vocab_size}")
         if inner.device is not None and inner.device != self.device:
             raise ValueError(f"inner: expected a source on {self.device}, as the model is, got {inner.device}")
-        checks.check_int("num_inner_tokens", num_inner_tokens, 1)
-        checks.check_int("num_forwards", num_forwards, 1)
         self.inner = inner
-        self.num_inner_tokens = num_inner_tokens
-        self.num_forwards = num_forwards
+        self.num_inner_tokens = checks.check_int("num_inner_tokens", num_inner_tokens, 1)
+        self.num_forwards = checks.check_int("num_forwards", num_forwards, 1)
 
     def bind(self, target: LanguageModel) -> None:
         super().bind(target)

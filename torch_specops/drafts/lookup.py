@@ -105,8 +105,8 @@ class PromptLookup(_Lookup):
     repeat: bool = True
 
     def __post_init__(self) -> None:
-        checks.check_int("min_ngram", self.min_ngram, 1)
-        checks.check_int("max_ngram", self.max_ngram, self.min_ngram)
+        object.__setattr__(self, "min_ngram", checks.check_int("min_ngram", self.min_ngram, 1))
+        object.__setattr__(self, "max_ngram", checks.check_int("max_ngram", self.max_ngram, self.min_ngram))
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
@@ -156,15 +156,12 @@ class SuffixLookup(_Lookup):
     def __init__(
         self, max_ngram: int = 32, min_ngram: int = 2, min_probability: float = 0.1, memory: int = 8192
     ) -> None:
-        checks.check_int("min_ngram", min_ngram, 1)
-        checks.check_int("max_ngram", max_ngram, min_ngram)
-        checks.check_numbers(min_probability=min_probability)
+        self.min_ngram = checks.check_int("min_ngram", min_ngram, 1)
+        self.max_ngram = checks.check_int("max_ngram", max_ngram, min_ngram)
+        self.min_probability = checks.check_number("min_probability", min_probability)
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
-        checks.check_int("memory", memory, 0)
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
-        self.min_probability = min_probability
+        memory = checks.check_int("memory", memory, 0)
         # Texts, each followed by a -1, the newest last.
         with normal_tensors():
             self._memory = torch.full((memory,), -1, device="cpu")

@@ -95,8 +95,8 @@ class NGram(DraftSource):
             ValueError: a text that is not one-dimensional, no tokens at all, a token outside the vocabulary, a number
                 out of range.
         """
-        for name, number in (("vocab_size", vocab_size), ("order", order), ("max_candidates", max_candidates)):
-            checks.check_int(name, number, 1)
+        vocab_size, order = checks.check_int("vocab_size", vocab_size, 1), checks.check_int("order", order, 1)
+        max_candidates = checks.check_int("max_candidates", max_candidates, 1)
         base = vocab_size + 1
         if base ** (order - 1) >= 2**63:
             raise ValueError(

@@ -51,7 +51,7 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
     if weights not in ("int8", "int4"):
         raise ValueError(f"weights: expected 'int8' or 'int4', got {weights!r}")
     if group_size is not None:
-        checks.check_int("group_size", group_size, 1)
+        group_size = checks.check_int("group_size", group_size, 1)
     elif weights == "int4":
         group_size = 32
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}

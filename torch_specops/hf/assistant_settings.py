@@ -59,7 +59,7 @@ def read_assistant_settings(
     if plan not in (None, *SCHEDULES):
         raise ValueError(f"num_assistant_tokens_schedule: expected one of {', '.join(SCHEDULES)}, got {plan!r}")
     if count is not None:
-        check_int("num_assistant_tokens", count, 1)
+        count = check_int("num_assistant_tokens", count, 1)
     chosen = next((each for each in (num_draft_tokens, lookup, count) if each is not None), None)
     return chosen, SCHEDULES[plan] if schedule is None and plan is not None else schedule
 

@@ -146,7 +146,7 @@ class EncoderDecoderModel(TransformersModel):
         if self._relative_bias is not None:
             arguments = {"attention_mask": self._encoder_mask}
         else:
-            arguments = {"decoder_position_ids": self._position_ids(positions)}
+            arguments = {"decoder_position_ids": positions}
         return arguments | {
             "decoder_input_ids": tokens,
             "decoder_attention_mask": mask,

@@ -99,9 +99,9 @@ def custom_generate(
     Raises:
         NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
             of another `speculation_type` than "dflash", attentions or hidden states, an `assistant_tokenizer`, an
-            `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model. With a draft or
-            `output_scores`, a processor that remembers its calls (classifier-free guidance, SynthID, other grammars) or
-            that raises on a later text, by name. `output_scores` with `grammar`.
+            `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model, PEFT's
+            `adapter_names`. With a draft or `output_scores`, a processor that remembers its calls (classifier-free
+            guidance, SynthID, other grammars) or that raises on a later text, by name. `output_scores` with `grammar`.
         TypeError, ValueError: an argument that `SpeculativeDecoder` refuses, or that came under two names; a cache,
             positions or other inputs of the model that this loop would not read.
 
@@ -305,6 +305,13 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
         raise ValueError(
             "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
             "expected pixel_values, and of a model whose images it reads (docs/models.md)"
+        )
+    # So PEFT hands `adapter_names` on to its layers. Its wrapper keeps them from this function.
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
+        raise NotImplementedError(
+            "adapter_names: this loop also reads rows alone, without the names of their adapters; expected None, and a "
+            "call for each adapter"
         )
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     read = {"attention_mask", f"{prefix}attention_mask", f"{prefix}position_ids"}

@@ -238,9 +238,10 @@ class ImageTextModel(TransformersModel):
         return next((each for each in self.prepared.modules() if "rope_deltas" in vars(each)), None)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        found = super()._position_ids(positions)
+        if self._offsets is None:
+            return positions
         # This reads text, whose positions are the same on all axes.
-        return found if self._offsets is None else found + self.offsets_at(positions, self._require_cache().owners)[0]
+        return positions + self.offsets_at(positions, self._require_cache().owners)[0]
 
     def offsets_at(self, slots: Tensor, owners: Tensor | None) -> Tensor:
         """[3, A, n] int64: by how much the positions in time, height and width exceed the slots [A, n] of the sequences

@@ -420,10 +420,7 @@ class TransformersModel:
         return self._cache
 
     def _position_ids(self, positions: Tensor) -> Tensor:
-        if self.max_length is None or self.reads_beyond or self._require_cache().capacity <= self.max_length:
-            return positions
-        # Drafts may stand beyond the last position that the model knows. They are never emitted.
-        return positions.clamp(max=self.max_length - 1)
+        return positions
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
         """Apply `seen` to the window of the layers, or of each kind of them."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_bounds, check_fraction, check_number, check_tensor
+from ..checks import check_bounds, check_fraction, check_number, check_tensor, is_int, is_number
 
 if TYPE_CHECKING:
     PerRow = Tensor | float | None
@@ -268,9 +268,9 @@ LARGEST = {
 
 
 def _per_row(name: str, value: Any, logits: Tensor) -> Any:
-    kinds: Any = int if name == "top_k" else (int, float)
-    if value is None or isinstance(value, (Tensor, bool)) or not isinstance(value, kinds):
+    if value is None or isinstance(value, Tensor) or not (is_int(value) if name == "top_k" else is_number(value)):
         return value
+    value = check_number(name, value)
     largest, expected = LARGEST[name]
     if not 0 <= value <= largest:
         raise ValueError(f"{name}: expected {expected}, got {value}")

@@ -50,8 +50,8 @@ def register_op(
             tensors = [x for x in args if isinstance(x, Tensor)]
             # Operations on a tensor that requires a gradient would be recorded.
             if is_eager_cpu(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-                # The dispatcher makes floats of ints, too.
-                return body(*(float(x) if type(x) is int and index in floats else x for index, x in enumerate(args)))
+                # The dispatcher makes floats of other numbers, too.
+                return body(*(float(x) if index in floats else x for index, x in enumerate(args)))
             return op(*args)
 
         # Where Dynamo leaves the public function to eager code, which raises an error, it leaves this too.

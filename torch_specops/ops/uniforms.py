@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_tensor
+from ..checks import check_tensor, is_int
 from .registration import register_op
 from .tracing import is_eager_cpu
 
@@ -61,7 +61,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     # What the dispatcher would refuse without naming the argument, or convert.
     for name, tensor in (("seeds", seeds), ("positions", positions)):
         check_tensor(name, tensor, expected="an int64 tensor [B]")
-    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+    if not is_int(n):
         raise TypeError(f"n: expected an int, got {type(n)}")
     if stream not in STREAMS:
         raise ValueError(f"stream: expected one of {', '.join(STREAMS)}, got {stream!r}")

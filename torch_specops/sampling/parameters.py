@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_number, is_int, is_number
 from ..ops import sample, sample_gumbel
 from .generation_config import values_of
 from .processors import AnyProcessors, Processors, round_up
@@ -302,7 +303,7 @@ class SamplingTensors:
 
 def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     for number in value if isinstance(value, Sequence) else [value]:
-        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        if is_int(number) and not -(2**63) <= number < 2**63:
             raise ValueError(f"{name}: expected numbers of 64 bits, got {number}")
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
@@ -325,8 +326,9 @@ def _check_bias(bias: object) -> None:
         raise TypeError(f"logit_bias: expected a dict of tokens and numbers, or one per sequence, got {bias!r}")
     for token, value in bias.items():
         _check_token("logit_bias", token)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise TypeError(f"logit_bias: expected a number for token {token}, got {value!r}")
+        value = check_number("logit_bias", value)
         if value != -math.inf and not abs(value) <= torch.finfo(torch.float32).max:
             raise ValueError(f"logit_bias: expected a finite number or -inf for token {token}, got {value}")
 
@@ -341,8 +343,7 @@ def _check_word(word: Any) -> None:
 
 
 def _check_token(name: str, token: Any) -> None:
-    # Numpy's integers too.
-    if isinstance(token, bool) or not hasattr(token, "__index__") or isinstance(token, Tensor):
+    if not is_int(token):
         raise TypeError(f"{name}: expected tokens to be integers, got {token!r}")
     if not 0 <= token < 2**31:
         raise ValueError(f"{name}: expected tokens in [0, 2**31), got {token}")

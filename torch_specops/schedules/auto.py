@@ -64,8 +64,9 @@ class Auto(Schedule):
     """
 
     def __init__(self, num_draft_tokens: int = 10, buckets: Sequence[int] | None = None) -> None:
-        check_int("num_draft_tokens", num_draft_tokens, 1)
-        self.buckets = (0, *buckets_up_to(num_draft_tokens)) if buckets is None else tuple(buckets)
+        num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 1)
+        given = (0, *buckets_up_to(num_draft_tokens)) if buckets is None else buckets
+        self.buckets = tuple(check_int("buckets", each, 0) for each in given)
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
         # By the number of rows, and whether steps are fixed.

@@ -19,8 +19,7 @@ class Constant(Schedule):
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
-        check_int("num_draft_tokens", num_draft_tokens, 0)
-        self.buckets = (num_draft_tokens,)
+        self.buckets = (check_int("num_draft_tokens", num_draft_tokens, 0),)
 
     def plan(self, step: NextStep) -> list[int]:
         return step.at_most(self.buckets[0])
@@ -46,9 +45,9 @@ class Heuristic(Schedule):
     """
 
     def __init__(self, num_draft_tokens: int = 5, maximum: int = 20) -> None:
-        check_int("maximum", maximum, 1)
+        maximum = check_int("maximum", maximum, 1)
         self.buckets = buckets_up_to(maximum)
-        check_int("num_draft_tokens", num_draft_tokens, 1)
+        num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 1)
         if num_draft_tokens > maximum:
             raise ValueError(f"num_draft_tokens: expected a number up to maximum = {maximum}, got {num_draft_tokens}")
         self.maximum = maximum

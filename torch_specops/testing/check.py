@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..checks import check_int
+from ..checks import check_int, is_number
 from ..sampling import SamplingParams
 from .markov import MarkovModel
 from .report import EngineReport, LosslessReport
@@ -341,7 +341,7 @@ def _check_settings(settings: Mapping[str, SamplingParams]) -> None:
             raise TypeError(f"settings: expected a SamplingParams for {name!r}, got {type(params)}")
         for field in fields(params):
             value = getattr(params, field.name)
-            if field.name in KNOWN and not isinstance(value, (int, float)):
+            if field.name in KNOWN and not is_number(value):
                 raise TypeError(f"settings: expected a number as {field.name} of {name!r}, got {type(value)}")
             if field.name not in KNOWN and (isinstance(value, Tensor) or value != field.default):
                 raise ValueError(f"settings: the laws of {', '.join(KNOWN)} are known, got {field.name} in {name!r}")

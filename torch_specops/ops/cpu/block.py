@@ -109,10 +109,12 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
             z_q, q_max, q_sum = (each[index] for each in q)
             return residual(weights, z, x[index], (z_q, q_max, q_sum), p * equal[index].float().unsqueeze(-1))
 
-        inner = slice(None), slice(1, num_drafts)
+        # P_0 = 1 is accepted whatever S_0 is. Without row 0 a dynamic K would begin at 3.
+        first = 1 if type(num_drafts) is int else 0
+        inner = slice(None), slice(first, num_drafts)
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
         mass = weights.sum(-1, dtype=torch.float64)
-        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (1, 1))  # [B, K+1] S_1 .. S_{K-1}, 0 around it
+        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))  # [B, K+1] S_0 or 0, S_1 .. S_{K-1}, 0
         u = pad(args.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
         # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts, even

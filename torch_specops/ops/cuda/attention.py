@@ -75,7 +75,7 @@ def attend_kernel(
     begin += part * share
     end = tl.minimum(begin + share, end)
 
-    query_ptr = queries_ptr + row * stride_b + query_head * stride_h + query * stride_n
+    query_ptr = queries_ptr + row * stride_b + query.to(tl.int64) * stride_n + query_head.to(tl.int64) * stride_h
     q = tl.load(query_ptr[:, None] + d[None, :], exists[:, None] & in_d[None, :], 0.0)
     base = (row * num_heads + head) * capacity * D
     keys_ptr += base
