@@ -203,6 +203,7 @@ def test_a_decoder_is_pickled(compile: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(again.sequences, outputs[0].sequences) and again.stats == outputs[0].stats
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_three_graphs_for_batches_that_are_not_marked() -> None:
     """One for the first size, one for a batch of 1, and one for all others."""
