@@ -21,7 +21,15 @@ import torch_specops
 from torch_specops import Request, SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.decode import guard
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, ModelDraft, PromptLookup, TokenMap
+from torch_specops.drafts import (
+    Draft,
+    DraftSource,
+    EarlyExit,
+    HierarchicalDraft,
+    ModelDraft,
+    PromptLookup,
+    TokenMap,
+)
 from torch_specops.hf import language_model
 
 IDS, MASK = padded(PROMPTS, "left")
@@ -172,6 +180,7 @@ def test_a_call_inside_a_step_is_refused(place: str) -> None:
     expected = new_tokens(second.generate(**texts))
     session = second.session(2, max_length=20)
     session.submit([5, 6])
+    exits = EarlyExit(1)
     calls = (
         lambda: second.generate(**other),
         lambda: beam_search(target, other["input_ids"], num_beams=2),
@@ -188,6 +197,9 @@ def test_a_call_inside_a_step_is_refused(place: str) -> None:
                 errors.append(error)
 
     draft = Calling(call) if place == "draft" else PromptLookup(min_ngram=1)
+    if place == "forward":
+        # A decoder that is made would take the draft.
+        draft, calls = exits, (*calls, lambda: SpeculativeDecoder(tiny("llama"), exits))
     decoder = SpeculativeDecoder(target, draft, sampling=GREEDY, num_draft_tokens=3, schedule="constant")
     if place == "grammar":
         texts["grammar"] = [CallingGrammar(call), None]
@@ -195,6 +207,21 @@ def test_a_call_inside_a_step_is_refused(place: str) -> None:
         target.prepared.register_forward_pre_hook(lambda *given: call())
     assert new_tokens(decoder.generate(**texts)) == expected
     assert len(errors) >= 15 and all("is under way and has called this code" in str(error) for error in errors)
+
+
+class Notes(DraftSource):
+    """Keeps its target, and reads nothing with it."""
+
+    def bind(self, target: Any) -> None:
+        self.model = target
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        return PromptLookup(min_ngram=1).propose(tokens, lengths, num_draft_tokens)
+
+
+def test_a_source_may_keep_its_target() -> None:
+    decoder = SpeculativeDecoder(tiny("llama"), Notes(), sampling=GREEDY)
+    assert decoder.generate(SHORT, max_new_tokens=4).lengths.tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("kind", [PairModel, language_model])

@@ -33,6 +33,7 @@ from torch_specops.drafts import (
     SuffixLookup,
     TokenMap,
 )
+from torch_specops.hf import TransformersModel
 
 IDS, MASK = padded(PROMPTS, "left")
 TEXT: dict[str, Any] = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 12}
@@ -143,6 +144,27 @@ def test_a_pickle_has_weights_and_settings_alone(kind: str) -> None:
     assert used.others == [] and used.tensors.keys() == unused.tensors.keys()
 
 
+class Shifted(TransformersModel):
+    """With settings that others have added, one of them in the constructor."""
+
+    def __init__(self, model: transformers.PreTrainedModel, shift: int) -> None:
+        super().__init__(model)
+        self.shift = shift
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return super().forward(*arguments).roll(self.shift, -1)
+
+
+def test_a_copied_adapter_has_what_its_class_and_its_user_have_set() -> None:
+    adapter = Shifted(tiny("llama"), shift=3)
+    adapter.note = "the user's"  # type: ignore[attr-defined]
+    decoder = SpeculativeDecoder(adapter, **OPTIONS)
+    expected = decoder.generate(**TEXT).sequences
+    for copied in (copy.copy(adapter), copy.deepcopy(adapter), pickle.loads(pickle.dumps(adapter))):
+        assert (copied.shift, copied.note) == (3, "the user's")
+        assert torch.equal(SpeculativeDecoder(copied, **OPTIONS).generate(**TEXT).sequences, expected)
+
+
 def test_a_copied_lookup_remembers_apart() -> None:
     lookup = SuffixLookup(memory=6)
     llama(lambda family: lookup).generate([[5, 6, 7]], max_new_tokens=2)
@@ -153,12 +175,14 @@ def test_a_copied_lookup_remembers_apart() -> None:
     assert copied._memory.tolist() == kept
 
 
-def test_a_hook_that_was_removed_is_not_pickled() -> None:
+def test_code_that_was_removed_is_not_pickled() -> None:
     model = tiny("llama")
     decoder = SpeculativeDecoder(model, **OPTIONS)
     hook = model.lm_head.register_forward_hook(lambda *call: None)
+    model.model.norm.forward = lambda states, own=model.model.norm.forward: own(states)
     decoder.generate(**TEXT)
     hook.remove()
+    del model.model.norm.forward
     assert pickle.loads(pickle.dumps(decoder)).generate(**TEXT).lengths.tolist() == [19, 13, 16]
 
 

@@ -136,6 +136,24 @@ def test_streams_of_decoders_that_share_a_model(shared: str) -> None:
     assert [streamed(own, len(texts)) for own, texts in zip(steps, expected, strict=True)] == expected
 
 
+@pytest.mark.parametrize("kind", ["early exit", "eagle 3", "dflash"])
+def test_a_decoder_that_is_made_between_two_steps_takes_their_draft(kind: str) -> None:
+    """With a target that fits, and in a constructor that refuses; beam search takes it too."""
+    draft = DRAFTS[kind]("llama")
+    loop = SpeculativeDecoder(shared_tiny("llama"), draft, sampling=GREEDY, schedule="constant")
+    expected = new_tokens(loop.generate(OTHER_IDS, max_new_tokens=12))
+    stream = loop.stream(OTHER_IDS, max_new_tokens=12)
+    steps = [next(stream)]
+    SpeculativeDecoder(tiny("llama", seed=3), draft)
+    steps.append(next(stream))
+    with pytest.raises(ValueError, match="max_length"):
+        SpeculativeDecoder(tiny("llama", seed=3), draft, max_length=1)
+    if kind == "early exit":
+        steps.append(next(stream))
+        beam_search(tiny("llama", seed=3), OTHER_IDS[:1], num_beams=2, max_new_tokens=3, draft=draft)
+    assert streamed(steps + list(stream), 2) == expected
+
+
 def test_beam_search_between_two_steps() -> None:
     """It reads with the adapter's cache, in which the text of the stream was."""
     target = language_model(shared_tiny("llama"))

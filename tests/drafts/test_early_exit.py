@@ -70,7 +70,9 @@ def test_decoders_take_turns_with_one_source() -> None:
     for family, rows in (("whisper", 3), ("t5", 2)):
         decoder = torch_specops.SpeculativeDecoder(shared_tiny(family), exits, sampling=GREEDY, schedule="constant")
         loops.append((decoder, family, rows))
+    other_vocabulary = torch_specops.SpeculativeDecoder(tiny("llama", vocab=32), exits)
     for _ in range(2):
+        assert other_vocabulary.generate([[5, 6]], max_new_tokens=3).lengths.tolist() == [5]
         for decoder, family, rows in loops:
             ids, mask = padded(PROMPTS[:rows], "left")
             inputs = encoder_inputs(family, slice(0, rows))

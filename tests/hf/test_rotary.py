@@ -101,6 +101,15 @@ def test_a_copied_decoder_reads_as_the_first_one(kind: str) -> None:
         assert [output.new_tokens(row) for row in range(len(PROMPTS))] == texts_alone(kind)
 
 
+def test_a_start_after_a_reading_that_never_ended() -> None:
+    """As a process has it that another thread of its parent has forked."""
+    adapter, ids = hf.language_model(model_of("phi3")), torch.tensor([PROMPTS[1]])
+    decoder = torch_specops.SpeculativeDecoder(adapter, sampling=SamplingParams(temperature=0.0))
+    expected = decoder.generate(ids, max_new_tokens=2).sequences
+    adapter._cache, adapter._is_long = adapter._caches[False], False
+    assert torch.equal(decoder.generate(ids, max_new_tokens=2).sequences, expected)
+
+
 @torch.no_grad()
 def log_probabilities(kind: str, tokens: Tensor, prompt_length: int) -> Tensor:
     """Of every new token in a text [n], as `generate` computes them, with its cache."""

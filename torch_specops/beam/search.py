@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from .. import checks
 from ..decode.guard import Guard
 from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_prompts
+from ..decode.models import check_read_once
 from ..decode.output import GenerationOutput, GenerationStats
-from ..drafts import AnyDraft, LanguageModel, ModelDraft
+from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
 from ..drafts.images import reads_images
 from ..drafts.model import as_draft_source
@@ -115,8 +116,9 @@ def beam_search(
         raise ValueError(f"early_stopping: expected True, False or 'never', got {early_stopping!r}")
     length_penalty = checks.check_number("length_penalty", length_penalty)
     model = _tree_model("target", as_language_model("target", target))
-    draft_model = _draft_model(draft, model)
-    guard = Guard(model, draft_model)
+    source = as_draft_source(draft)
+    guard = Guard(model, source)
+    draft_model = _draft_model(source, model, guard)
     with guard.working():
         guard.look_for_call()
 
@@ -300,12 +302,12 @@ def _tree_model(name: str, model: LanguageModel) -> TreeModel:
     return model
 
 
-def _draft_model(draft: AnyDraft, target: TreeModel) -> TreeModel | None:
-    source = as_draft_source(draft)
+def _draft_model(source: DraftSource | None, target: TreeModel, guard: Guard) -> TreeModel | None:
     if source is None:
         return None
     # A subclass that overrides `propose` does more than its model, and beam search would ignore that.
     if not isinstance(source, ModelDraft) or type(source).propose is not ModelDraft.propose:
-        raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(draft)}")
-    source.bind(target)
+        raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(source)}")
+    check_read_once(target, source)
+    guard.bind(source)
     return _tree_model("draft", source.model)

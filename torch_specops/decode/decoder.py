@@ -19,7 +19,7 @@ from .compiled import CompiledSteps
 from .guard import Guard, Stream
 from .inputs import GenerateArguments, PromptIds, Sampling, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
-from .models import check_pair
+from .models import check_pair, check_read_once
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
@@ -149,8 +149,10 @@ class SpeculativeDecoder:
     ) -> None:
         self.target = as_language_model("target", target)
         self.draft = as_draft_source(draft)
+        self._guard = Guard(self.target, self.draft)
         if self.draft is not None:
-            self.draft.bind(self.target)
+            check_read_once(self.target, self.draft)
+            self._guard.bind(self.draft)
         if num_draft_tokens is None:
             num_draft_tokens = getattr(self.draft, "default_draft_tokens", None) or 5
         num_draft_tokens = checks.check_int("num_draft_tokens", num_draft_tokens, 1)
@@ -169,7 +171,6 @@ class SpeculativeDecoder:
         self._schedule = chosen
         arguments = self.target, self.draft, verifier, chosen.buckets
         self._compiled_steps = CompiledSteps(*arguments, compile=compile, one_graph=one_graph)
-        self._guard = Guard(self.target, self.draft)
         # The batch or session of the newest call.
         self._newest: Batch | Session | None = None
 

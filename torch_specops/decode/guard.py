@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,14 @@ class Guard:
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | LanguageModel | None]]:
         # Make a new guard: the shared state belongs to its process.
         return Guard, self._parts
+
+    def bind(self, draft: DraftSource) -> None:
+        """Bind the guarded draft to the target, before any call. Other streams of the draft read their texts again."""
+        uses = self.uses[1:]
+        with self._free(uses):
+            for use in uses:
+                use.pop("stream", None)
+            draft.bind(self._parts[0])
 
     def begin_stream(self) -> Stream:
         """Begin a stream or a session with models that were looked at. Called while this thread is at work."""
@@ -112,15 +120,18 @@ class Guard:
         Raises:
             RuntimeError: this thread is inside `computing`; or, when it is entered, another thread is at work.
         """
+        return self._free(self.uses)
+
+    def _free(self, uses: Sequence[dict[str, Any]]) -> AbstractContextManager[None]:
         thread = threading.get_ident()
-        if any("in_step" in use and use.get("thread") == thread for use in self.uses):
+        if any("in_step" in use and use.get("thread") == thread for use in uses):
             raise RuntimeError(
                 "SpeculativeDecoder: a step of this decoder, or of another with its target or draft, is under way and "
                 "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
                 "read; make another decoder for it (they may share transformers models)"
             )
         # A call inside a call may use further models.
-        free = [use for use in self.uses if use.get("thread") != thread]
+        free = [use for use in uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drafts import DraftSource, LanguageModel, TokenMap
+from ..drafts import DraftSource, LanguageModel, ModelDraft, TokenMap
 
 
 def models_of(*parts: object) -> list[Any]:
@@ -56,18 +56,24 @@ def _named(name: str, error: Exception) -> str:
     return f"{name}: {str(error).removeprefix('model: ')}"
 
 
-def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
-    """Raise ValueError if the vocabulary or device of the draft, or of a source inside, is known and differs from the
-    target's, or if a model would be read in two places, with one cache."""
-    if draft is None:
-        return
-    models = [model for model in models_of(target, draft) if not isinstance(model, DraftSource)]
+def check_read_once(target: LanguageModel, draft: object) -> None:
+    """Raise ValueError if a model would be read in two places, with one cache."""
+    readers = [part for part in models_of(target, draft) if isinstance(part, (ModelDraft, TokenMap))]
+    models = [target, *(reader.model for reader in readers if hasattr(reader, "model"))]
     for index, model in enumerate(models):
         if any(model is other for other in models[:index]):
             raise ValueError(
                 "draft: expected other models than the target and other drafts in it have, because each has one cache; "
                 f"got the same {type(model).__name__} twice (torch_specops.hf.language_model makes an adapter for each)"
             )
+
+
+def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
+    """Raise ValueError if the vocabulary or device of the draft, or of a source inside, is known and differs from the
+    target's, or if a model would be read in two places, with one cache."""
+    if draft is None:
+        return
+    check_read_once(target, draft)
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft: expected the vocabulary of the target ({target.vocab_size} tokens), got {draft.vocab_size} tokens "

@@ -332,6 +332,14 @@ class FeatureModel(LanguageModel, Protocol):
         """The head alone: logits [B, n, V] in the dtype of `forward`, from what it reads [B, n, H]."""
 
 
+def settings_of(part: object) -> dict[str, Any]:
+    """The attributes of a model or a source that a copy or a pickle has too: those that its classes do not list in
+    `_of_calls`. Tensors of a call must stay behind, because torch shares the memory of tensors that it sends to other
+    processes, which would all write to one cache."""
+    left = {name for kind in type(part).__mro__ for name in vars(kind).get("_of_calls", ())}
+    return {name: value for name, value in vars(part).items() if name not in left}
+
+
 # The kinds of draft that a loop accepts.
 AnyDraft = DraftSource | LanguageModel | nn.Module | None
 

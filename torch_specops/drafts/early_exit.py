@@ -34,6 +34,9 @@ class EarlyExit(ModelDraft):
         tensor([11])
     """
 
+    # The target's.
+    vocab_size = None
+
     def __init__(self, num_layers: int) -> None:
         self.num_layers = checks.check_int("num_layers", num_layers, 1)
         self._layers_of: LanguageModel | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from .. import checks
 from ..ops.tracing import is_eager_cpu, normal_tensors
-from .base import Draft, DraftSource
+from .base import Draft, DraftSource, settings_of
 
 # `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
 # NUM_TOKENS tokens.
@@ -33,10 +33,10 @@ class _Lookup(DraftSource):
 
     # [B, S] int64, the encoder's tokens, with -1 for padding and at the end; None = there are none.
     _input: Tensor | None = None
+    _of_calls: ClassVar[Sequence[str]] = ("_input",)
 
     def __getstate__(self) -> dict[str, Any]:
-        # It belongs to a call.
-        return {name: value for name, value in vars(self).items() if name != "_input"}
+        return settings_of(self)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._keep(_tokens_of(inputs, tokens.device))

@@ -22,6 +22,7 @@ from .base import (
     as_language_model,
     refuse_class,
     replace_inputs,
+    settings_of,
     stacked,
     static_tensors_of,
 )
@@ -35,16 +36,14 @@ class SampledDraft(DraftSource):
     deterministic = False
     compiles_itself = True
     _shape: Hashable | None = None
-    # The attributes of a class that belong to a call. No copy and no pickle has them, because torch shares the memory
-    # of tensors that it sends to other processes.
+    # As `settings_of` says.
     _of_calls: ClassVar[Sequence[str]] = ("_shape",)
 
     def __init__(self) -> None:
         self._pieces = CompiledPieces()
 
     def __getstate__(self) -> dict[str, Any]:
-        left = {name for kind in type(self).__mro__ for name in vars(kind).get("_of_calls", ())}
-        return {name: value for name, value in vars(self).items() if name not in left}
+        return settings_of(self)
 
     def compile(self, shape: Hashable | None) -> None:
         self._shape = shape

@@ -77,6 +77,10 @@ class _Check:
         self._own: list[Any] = []
         self._reading: Reading | None = None
 
+    def __reduce__(self) -> tuple[type[_Check], tuple[()]]:
+        # No pickle holds code that was removed since.
+        return _Check, ()
+
     def __call__(self, adapter: TransformersModel) -> Reading | None:
         """How the model is read; None = as its family was tested."""
         model = adapter.model

@@ -146,6 +146,9 @@ class FeatureBuffer:
         # The same names and objects in every batch: what is compiled looks at both.
         self._hooks = {f"torch_specops.features.{part}": partial(self._keep, part) for part in range(len(layers))}
 
+    def __reduce__(self) -> tuple[type[FeatureBuffer], tuple[tuple[int, ...]]]:
+        return FeatureBuffer, (self.layers,)
+
     # A batch may continue outside of the inference mode that it began in.
     @torch.inference_mode(False)
     def start(self, cache: RaggedCache, size: int, dtype: torch.dtype, device: torch.device) -> None:

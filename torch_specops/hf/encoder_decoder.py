@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..ops.kv_cache import visible_slots
 from ..ops.tracing import normal_tensors
 from .architecture import layers_of
 from .cache import placed
-from .models import Check, Seen, TransformersModel
+from .models import Seen, TransformersModel
 
 
 class EncoderDecoderModel(TransformersModel):
@@ -26,17 +26,19 @@ class EncoderDecoderModel(TransformersModel):
     draft with the same encoder, or with none, reads the output that its target has.
     """
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
-        super().__init__(model, num_layers, check)
-        # The output of the encoder, where it has run already; `start` then does not run it.
-        self.encoder_outputs: Tensor | None = None
-        # For a draft's model: the model that shares its encoder, and what that encoder has read last.
-        self._encodes_for_us: EncoderDecoderModel | None = None
-        self._inputs: Mapping[str, Tensor] | None = None
-        self._encoder_states: Tensor | None = None
-        self._encoder_mask: Tensor | None = None
-        # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
-        self._cross_cache: Cache | None = None
+    # The output of the encoder, where it has run already; `start` then does not run it.
+    encoder_outputs: Tensor | None = None
+    # For a draft's model: the model that shares its encoder, and what that encoder has read last.
+    _encodes_for_us: EncoderDecoderModel | None = None
+    _inputs: Mapping[str, Tensor] | None = None
+    _encoder_states: Tensor | None = None
+    _encoder_mask: Tensor | None = None
+    # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
+    _cross_cache: Cache | None = None
+    _of_calls: ClassVar[Sequence[str]] = (
+        *("encoder_outputs", "_both", "_cross_cache", "_encoder_mask", "_encoder_states", "_encodes_for_us", "_inputs"),
+        "_relative_bias",
+    )
 
     def _take_over(self) -> None:
         super()._take_over()
@@ -45,7 +47,6 @@ class EncoderDecoderModel(TransformersModel):
         if self._is_t5:
             self.max_length = None
 
-    _settings = TransformersModel._settings | {"_encodes_for_us"}
     # It would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
     reads_inputs = True

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..ops.kv_cache import Window
 from .architecture import ATTENTION_OF, STATE_KINDS, layers_of
-from .models import Check, Seen, TransformersModel
+from .models import Seen, TransformersModel
 from .regions import large_layers
 from .states import StateCache, StateReader, state_modules
 
@@ -33,13 +32,14 @@ class HybridModel(TransformersModel):
     # A state is read row by row.
     packs_rows = False
     _cache_kind = StateCache
+    _num_slots = 2
+    _of_calls: ClassVar[Sequence[str]] = ("_readers", "_unread")
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
+    def _begin(self) -> None:
         self._readers: dict[nn.Module, StateReader] = {}
-        self._num_slots = 2
         # The rows whose next read begins a text.
         self._unread: set[int] = set()
-        super().__init__(model, num_layers, check)
+        super()._begin()
 
     def expect(self, num_tokens: int) -> None:
         """Called before `start`: no forward that may be undone has more tokens than these."""

@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .cache import RaggedCache, placed
 from .hybrid import HybridModel
-from .models import Check, TransformersModel
+from .models import TransformersModel
 
 # The tests compare these with transformers' own decoding. What others read is compared when they first get an image.
 TESTED_MODELS = {"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
@@ -70,14 +71,13 @@ class ImageTextModel(TransformersModel):
 
     reads_images = True
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
-        # Images to be read, and the rows whose prompts have them.
-        self._images: list[tuple[Sequence[int], Mapping[str, Tensor]]] = []
-        self._num_copies = 1
-        # [3, B, capacity] int64, positions in time, height and width less the slot, at one address for all batches of a
-        # size; None = positions count the tokens.
-        self._offsets: Tensor | None = None
-        super().__init__(model, num_layers, check)
+    # Images to be read, and the rows whose prompts have them.
+    _images: list[tuple[Sequence[int], Mapping[str, Tensor]]]
+    _num_copies = 1
+    # [3, B, capacity] int64, positions in time, height and width less the slot, at one address for all batches of a
+    # size; None = positions count the tokens.
+    _offsets: Tensor | None = None
+    _of_calls: ClassVar[Sequence[str]] = ("_images", "_num_copies", "_offsets")
 
     def _understand(self) -> None:
         super()._understand()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..drafts.base import settings_of
 from ..ops.attention import spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
@@ -81,30 +82,38 @@ class TransformersModel:
     reads_inputs = False
     use_spans = True
     _cache_kind: type[RaggedCache] = RaggedCache
-    # The attributes that a copy has too.
-    _settings = frozenset({"eager_because", "use_spans"})
+    # As `settings_of` says, and what `_begin` makes.
+    _of_calls: ClassVar[Sequence[str]] = (
+        *("prepared", "_cache", "_cache_held", "_cache_key", "_copy", "_is_looked_at", "_large_layers"),
+        *("_prompt_lengths", "_read_lengths", "_rotaries", "_understood"),
+    )
 
     def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
         self.model = model
         self.eager_because: str | None = None
         self._first_layers = num_layers
         self._check = check
-        self._understood = 0
         self._cache_argument = cache_argument(type(model).forward)
+        self._features: FeatureBuffer | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what depends on the model, and no call has changed."""
+        self._understood = 0
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
-        self._features: FeatureBuffer | None = None
         self._read_lengths = ReadLengths()
         self._is_looked_at = False
         self._prompt_lengths: Tensor | None = None
         self._copy = ShadowModel()
         self._take_over()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The model and the settings. What was read stays behind: torch shares the memory of tensors that it sends to
-        # other processes, and all of them would write to one cache.
-        settings = {name: value for name, value in vars(self).items() if name in self._settings}
-        return type(self), (self.model, self._first_layers, self._check), settings
+    def __getstate__(self) -> dict[str, Any]:
+        return settings_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
 
     def look(self) -> None:
         """Take over what has changed in the model: its classes, configs, modules, hooks and attributes. A `start` that

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class RereadingModel(TransformersModel):
 
     packs_rows = False
     _caches: tuple[RaggedCache, ...] = ()
+    _of_calls: ClassVar[Sequence[str]] = ("_caches", "_is_long", "_num_read", "_texts")
 
     def _take_over(self) -> None:
         switch = rereads_at(self.model)
@@ -39,6 +41,8 @@ class RereadingModel(TransformersModel):
         super()._take_over()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        # A forward that a fork or an interrupt has ended may have left the other.
+        self._cache = self._caches[True] if self._caches else None
         super().start(batch, capacity, inputs)
         # A short prefix has at most as many tokens as the switch.
         short = RaggedCache(batch, min(capacity, self.switch), self.num_layers)
