@@ -42,7 +42,7 @@ Address = tuple[str, int]
 ACCENTS = {"logit_bias": {"195": 200.0, "169": 190.0}, "frequency_penalty": 20.0, "temperature": 0.0}
 SETTINGS: list[Body] = [
     {"temperature": 0},
-    {"temperature": 0.0, "stop": [" the", "ing"], "model": "any", "n": 1, "logprobs": False, "user": "me"},
+    {"temperature": 0.0, "stop": [" the", "ing"], "model": "any", "n": 1, "logprobs": None, "user": "me"},
     {"temperature": 0.0, "logit_bias": {"101": -100}, "seed": None, "max_completion_tokens": None},
     {"temperature": 0.8, "top_p": 0.9, "seed": 1},
     {"temperature": 1.0, "seed": 2, "stop": "e "},
@@ -84,9 +84,9 @@ WRONG: list[tuple[str, Any]] = [
     *(("stop", {"prompt": "It ", "stop": value}) for value in ("", [""], list("abcde"), 5)),
     *(("logit_bias", {"prompt": "It ", "logit_bias": value}) for value in ({"999": 1.0}, {"a": 1}, {"9": "a"}, [])),
     ("logit_bias", {"prompt": "It ", "logit_bias": {str(token): 0 for token in range(301)}}),
-    ("n", {"prompt": "It ", "n": 2}),
+    ("n", {"prompt": "It ", "n": True}),
     ("best_of", {"prompt": "It ", "best_of": 2}),
-    ("logprobs", {"prompt": "It ", "logprobs": 5}),
+    ("logprobs", {"prompt": "It ", "logprobs": 6}),
     ("stream", {"prompt": "It ", "stream": "no"}),
     ("stream_options", {"prompt": "It ", "stream_options": {"more": True}}),
     ("body", ["It was"]),
@@ -120,7 +120,7 @@ def serve(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) 
     @contextmanager
     def serving(**limits: Any) -> Iterator[tuple[Address, list[Handle]]]:
         handles: list[Handle] = []
-        with decoder.session(3, max_length=1024) as session, ThreadPoolExecutor(1) as pool:
+        with decoder.session(3, max_length=1024, logprobs="raw", top_logprobs=5) as session, ThreadPoolExecutor(1) as pool:
             submit = session.submit
 
             def remembered(request: Any) -> Handle:
