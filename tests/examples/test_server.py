@@ -120,7 +120,10 @@ def serve(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) 
     @contextmanager
     def serving(**limits: Any) -> Iterator[tuple[Address, list[Handle]]]:
         handles: list[Handle] = []
-        with decoder.session(3, max_length=1024, logprobs="raw", top_logprobs=5) as session, ThreadPoolExecutor(1) as pool:
+        with (
+            decoder.session(3, max_length=1024, logprobs="raw", top_logprobs=5) as session,
+            ThreadPoolExecutor(1) as pool,
+        ):
             submit = session.submit
 
             def remembered(request: Any) -> Handle:
