@@ -103,10 +103,12 @@ def test_arguments_of_pieces() -> None:
         expected = whole(tokenizer, [], bytes_of, reason, **arguments)
         assert "".join(in_pieces(tokenizer, [], bytes_of, eos_token_id=eos, **arguments)) == expected, reason
     assert "".join(in_pieces(tokenizer, [], bytes_of, eos_token_id=[1, ord("t")])) == "a big ca"
-    # A tensor, a processor, and an object that has `decode` alone.
-    pieces = TextPieces(SimpleNamespace(tokenizer=byte_fallback(), decode=byte_fallback().decode), torch.tensor([5, 6]))
-    assert [pieces.push(token) for token in torch.tensor([3 + 0xC3, 3 + 0xA9, 3 + 0x61])] == [""] * 3
-    assert (pieces.end(), pieces.end()) == ("éa", "")
+    # A tensor, a processor, a tokenizer of the library, and an object that has `decode` alone.
+    named = byte_fallback()
+    for holder in (SimpleNamespace(tokenizer=named, decode=named.decode), named.backend_tokenizer):
+        pieces = TextPieces(holder, torch.tensor([5, 6]))
+        assert [pieces.push(token) for token in torch.tensor([3 + 0xC3, 3 + 0xA9, 3 + 0x61])] == [""] * 3
+        assert (pieces.end(), pieces.end()) == ("éa", "")
     words = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(f" {token}" for token in ids)[1:])
     assert in_pieces(words, [9], [8, 7]) == [" 8", " 7", ""]
     with pytest.raises(ValueError, match="stop_strings: expected strings that are not empty, got ''"):

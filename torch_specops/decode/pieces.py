@@ -27,11 +27,11 @@ class TextPieces:
     changes; with `clean_up_tokenization_spaces` the last characters; what may begin a stop string.
 
     Args:
-        tokenizer: a tokenizer of transformers, or another object with its `decode`.
+        tokenizer: a tokenizer or processor of transformers, a `tokenizers.Tokenizer`, or another object with `decode`.
         prompt: [P] int64, the tokens before the text; without them the text loses the space that SentencePiece drops at
             a beginning.
-        eos_token_id: a token or several that have no text with `skip_special_tokens=True`, special or not.
-        stop_strings: the text ends before the first of these; they may not be empty. They begin in the new text.
+        eos_token_id: a token or several, which have no text with `skip_special_tokens=True`, special or not.
+        stop_strings: a string or several, not empty; the text ends before the first one in it.
         decode_arguments: passed to `decode`. The default is `skip_special_tokens=True`.
 
     Attributes:
@@ -55,8 +55,8 @@ class TextPieces:
         tokenizer: Any,
         prompt: Sequence[int] | Tensor = (),
         *,
-        eos_token_id: int | Sequence[int] = (),
-        stop_strings: str | Sequence[str] = (),
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
         **decode_arguments: Any,
     ) -> None:
         arguments = {"skip_special_tokens": True} | decode_arguments
@@ -64,12 +64,13 @@ class TextPieces:
         self._decode = partial(tokenizer.decode, **arguments)
         # A processor has a tokenizer.
         inner = getattr(tokenizer, "tokenizer", tokenizer)
-        self._name_of = getattr(inner, "convert_ids_to_tokens", lambda token: None)
+        of_tokenizers = getattr(inner, "id_to_token", lambda token: None)
+        self._name_of = getattr(inner, "convert_ids_to_tokens", of_tokenizers)
         cleans = arguments.get("clean_up_tokenization_spaces")
         self._cleans = getattr(inner, "clean_up_tokenization_spaces", False) is True if cleans is None else cleans
-        eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+        eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
         self._without_text = eos if arguments["skip_special_tokens"] else set()
-        self._stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        self._stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or ())
         if "" in self._stops:
             raise ValueError("stop_strings: expected strings that are not empty, got ''")
         self._tail = max(map(len, self._stops), default=1) - 1
