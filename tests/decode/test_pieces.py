@@ -25,7 +25,7 @@ def whole(tokenizer: Any, prompt: list[int], new: list[int], reason: str = "leng
     return output.texts(tokenizer, **arguments)[0]
 
 
-def in_pieces(tokenizer: Any, prompt: list[int], new: list[int], **arguments: Any) -> list[str]:
+def in_pieces(tokenizer: Any, prompt: list[int], new: Any, **arguments: Any) -> list[str]:
     pieces = TextPieces(tokenizer, prompt, **arguments)
     return [*map(pieces.push, new), pieces.end()]
 
@@ -102,7 +102,7 @@ def test_arguments_of_pieces() -> None:
     for reason, eos, arguments in (("eos", ord("t"), {}), ("length", (), {"skip_special_tokens": False})):
         expected = whole(tokenizer, [], bytes_of, reason, **arguments)
         assert "".join(in_pieces(tokenizer, [], bytes_of, eos_token_id=eos, **arguments)) == expected, reason
-    assert "".join(in_pieces(tokenizer, [], bytes_of, eos_token_id=[1, ord("t")])) == "a big ca"
+    assert "".join(in_pieces(tokenizer, [], torch.tensor(bytes_of), eos_token_id=[1, ord("t")])) == "a big ca"
     # A tensor, a processor, a tokenizer of the library, and an object that has `decode` alone.
     named = byte_fallback()
     for holder in (SimpleNamespace(tokenizer=named, decode=named.decode), named.backend_tokenizer):

@@ -458,11 +458,11 @@ def test_the_client_of_openai(serve: Any, decoder: SpeculativeDecoder, tokenizer
             client.completions.create(prompt="It ", top_p=7.0, **settings)
 
 
-def test_help_says_what_each_option_is(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = typer.main.get_command_from_info(
-        typer.models.CommandInfo(callback=example["main"]), pretty_exceptions_short=True, rich_markup_mode=None
-    ).params
-    assert [option.name for option in parameters if not getattr(option, "help", "")] == []
+def test_help_says_what_each_option_is(example: dict[str, Any]) -> None:
+    app = typer.Typer()
+    app.command()(example["main"])
+    options: list[Any] = typer.main.get_command(app).params
+    assert len(options) > 5 and [option.name for option in options if not option.help] == []
 
 
 # asyncio does not close a connection that comes while the server stops listening.

@@ -84,11 +84,12 @@ class TextPieces:
 
     def push(self, token: int) -> str:
         """The text that is certain once this token has come; often empty."""
+        token = int(token)
         if self.stopped or token in self._without_text:
             return ""
-        self._tokens.append(int(token))
+        self._tokens.append(token)
         before, self._text = self._text, self._decode(self._tokens)
-        if _BYTE.fullmatch(self._name_of(int(token)) or ""):
+        if _BYTE.fullmatch(self._name_of(token) or ""):
             self._in_bytes = True
         elif self._text != before:
             # A token without text does not end a run of bytes.
