@@ -13,7 +13,17 @@ from types import ModuleType
 from typing import Any
 
 from . import decode, drafts, grammars, ops
-from .decode import Completion, GenerationOutput, Handle, Request, Session, SpeculativeDecoder, Verifier, generate
+from .decode import (
+    Completion,
+    GenerationOutput,
+    Handle,
+    Request,
+    Session,
+    SpeculativeDecoder,
+    TextPieces,
+    Verifier,
+    generate,
+)
 from .grammars import Grammar
 from .ops import *  # noqa: F403
 from .ops.uniforms import uniforms
@@ -29,6 +39,7 @@ __all__ = [
     "SamplingParams",
     "Session",
     "SpeculativeDecoder",
+    "TextPieces",
     "Verifier",
     "drafts",
     "generate",

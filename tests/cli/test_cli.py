@@ -15,27 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import typer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_cli import TEXT, bench, demo, row, run, save_model
 from tiny_dflash import BLOCK, save_drafter
 from tiny_dflash import new_head as new_drafter
 from tiny_eagle3 import new_head, save_head
 from tiny_mtp import add_mtp_layer
+from tiny_tokenizers import austen
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 import torch_specops
 from torch_specops import cli
 from torch_specops.cli import loading, models, options
-from torch_specops.cli.demo import TextStream, printable
+from torch_specops.cli.demo import printable
 from torch_specops.cli.greedy import GreedyDifference
-from torch_specops.decode import SpeculativeDecoder, Step
-
-
-@pytest.fixture(scope="session")
-def tokenizer(target: str) -> loading.Tokenizer:
-    return loading.load_tokenizer(target)
+from torch_specops.decode import SpeculativeDecoder, Step, TextPieces
 
 
 def text_of(result: Result) -> str:
@@ -47,28 +41,18 @@ def text_of(result: Result) -> str:
 # Text on a terminal.
 
 
-@settings(deadline=None, max_examples=100)
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=12))
-def test_pieces_are_whole_characters_and_add_up_to_the_text(tokenizer: loading.Tokenizer, text: str) -> None:
-    stream = TextStream(lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-    pieces = [stream.push(token, True)[0] for token in tokens]
-    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
-    # Some tokenizers write a space between words, but none before the first.
-    words = TextStream(lambda tokens: " ".join(f"w{token}" for token in tokens))
-    assert [words.push(token, True)[0] for token in (1, 2, 3)] == ["w1", " w2", " w3"]
-
-
-def test_text_counts_as_accepted_when_all_its_tokens_were(tokenizer: loading.Tokenizer) -> None:
-    tokens = tokenizer("🙂")["input_ids"]
-    assert len(tokens) > 1
-    for drawn in range(len(tokens)):
-        stream = TextStream(tokenizer.decode)
-        pieces = [stream.push(token, index != drawn) for index, token in enumerate(tokens)]
-        assert pieces[-1] == ("🙂", False)
-    stream = TextStream(tokenizer.decode)
-    assert [stream.push(token, True) for token in tokens][-1] == ("🙂", True)
-    assert stream.push(tokenizer("a")["input_ids"][0], False) == ("a", False)
+def test_text_counts_as_accepted_when_all_its_tokens_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a character at the end is shown too."""
+    monkeypatch.setattr(cli.demo, "ACCEPTED", "accepted")
+    monkeypatch.setattr(cli.demo, "OWN", "own")
+    tokens = list("🙂a🙂".encode())[:-1]
+    for num_accepted, styles in ((8, "accepted accepted accepted"), (4, "accepted own own"), (3, "own own own")):
+        console = mock.Mock()
+        step = Step([tokens], [num_accepted], [8], [True], 0.0)
+        cli.demo._print_steps(console, iter([step]), TextPieces(austen()))
+        texts = [call.args[0] for call in console.print.call_args_list[:-1]]
+        assert [text.plain for text in texts] == ["🙂", "a", "\ufffd"]
+        assert [text.style for text in texts] == styles.split()
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
@@ -78,7 +62,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     console = options.new_console()
     console.file = io.StringIO()
     step = Step([list(text.encode())], [0], [0], [True], 0.0)
-    assert not cli.demo._print_steps(console, iter([step]), lambda tokens: bytes(tokens).decode(errors="replace"))
+    assert not cli.demo._print_steps(console, iter([step]), TextPieces(austen()))
     shown = console.file.getvalue()
     # rich expands tabs.
     assert {character for character in shown if not character.isprintable()} == {"\n"}
@@ -100,8 +84,7 @@ def test_demo_prints_text_numbers_and_the_check(target: str) -> None:
     prompt = tokenizer(TEXT, return_tensors="pt")
     output = model.model.generate(**prompt, do_sample=False, max_new_tokens=40, pad_token_id=0)
     expected = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    # Bytes at the end that are no whole character yet are not shown.
-    assert "".join(printable(expected.rstrip("\ufffd")).split()) in "".join(result.stdout.split())
+    assert "".join(printable(expected).split()) in "".join(result.stdout.split())
 
 
 def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -26,6 +27,7 @@ from unittest import mock
 
 import pytest
 import typer
+from tiny_tokenizers import byte_fallback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_specops import Completion, SamplingParams, SpeculativeDecoder
@@ -42,7 +44,7 @@ Address = tuple[str, int]
 ACCENTS = {"logit_bias": {"195": 200.0, "169": 190.0}, "frequency_penalty": 20.0, "temperature": 0.0}
 SETTINGS: list[Body] = [
     {"temperature": 0},
-    {"temperature": 0.0, "stop": [" the", "ing"], "model": "any", "n": 1, "logprobs": False, "user": "me"},
+    {"temperature": 0.0, "stop": [" the", "ing"], "model": "any", "n": 1, "logprobs": None, "user": "me"},
     {"temperature": 0.0, "logit_bias": {"101": -100}, "seed": None, "max_completion_tokens": None},
     {"temperature": 0.8, "top_p": 0.9, "seed": 1},
     {"temperature": 1.0, "seed": 2, "stop": "e "},
@@ -84,9 +86,18 @@ WRONG: list[tuple[str, Any]] = [
     *(("stop", {"prompt": "It ", "stop": value}) for value in ("", [""], list("abcde"), 5)),
     *(("logit_bias", {"prompt": "It ", "logit_bias": value}) for value in ({"999": 1.0}, {"a": 1}, {"9": "a"}, [])),
     ("logit_bias", {"prompt": "It ", "logit_bias": {str(token): 0 for token in range(301)}}),
-    ("n", {"prompt": "It ", "n": 2}),
+    ("n", {"prompt": "It ", "n": True}),
+    *(("n", {"prompt": "It ", "n": value}) for value in (0, 17, 1.0)),
     ("best_of", {"prompt": "It ", "best_of": 2}),
-    ("logprobs", {"prompt": "It ", "logprobs": 5}),
+    *(("logprobs", {"prompt": "It ", "logprobs": value}) for value in (6, 0.0, False)),
+    ("logprobs", {"messages": CHAT, "logprobs": 0}),
+    ("top_logprobs", {"messages": CHAT, "logprobs": True, "top_logprobs": 6}),
+    ("top_logprobs", {"messages": CHAT, "top_logprobs": 1}),
+    ("tools", {"messages": CHAT, "tools": [{"type": "function"}]}),
+    ("tool_calls", {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{}]}]}),
+    ("image_url", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}),
+    ("response_format", {"messages": CHAT, "response_format": {"type": "grammar"}}),
+    ("response_format", {"messages": CHAT, "response_format": {"type": "json_object"}}),
     ("stream", {"prompt": "It ", "stream": "no"}),
     ("stream_options", {"prompt": "It ", "stream_options": {"more": True}}),
     ("body", ["It was"]),
@@ -95,8 +106,10 @@ WRONG: list[tuple[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def example() -> dict[str, Any]:
-    return runpy.run_path(str(EXAMPLE))
+def example() -> Iterator[dict[str, Any]]:
+    # Python finds what stands beside a script; here "openai_forms.py".
+    with mock.patch.object(sys, "path", [str(EXAMPLE.parent), *sys.path]):
+        yield runpy.run_path(str(EXAMPLE))
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +131,12 @@ def serve(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) 
     """A context: the address of a server, and the handles of the requests that it gets."""
 
     @contextmanager
-    def serving(**limits: Any) -> Iterator[tuple[Address, list[Handle]]]:
+    def serving(tokenizer: Any = tokenizer, **options: Any) -> Iterator[tuple[Address, list[Handle]]]:
         handles: list[Handle] = []
-        with decoder.session(3, max_length=1024) as session, ThreadPoolExecutor(1) as pool:
+        with (
+            decoder.session(3, max_length=1024, logprobs="raw", top_logprobs=5) as session,
+            ThreadPoolExecutor(1) as pool,
+        ):
             submit = session.submit
 
             def remembered(request: Any) -> Handle:
@@ -129,7 +145,7 @@ def serve(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) 
 
             session.submit = remembered  # type: ignore[method-assign]
             loop = asyncio.new_event_loop()
-            server = example["Server"](session, tokenizer, "austen", 1024, **limits)
+            server = example["Server"](session, tokenizer, "austen", 1024, has_logprobs=True, **options)
             runner = web.AppRunner(server.app, handler_cancellation=True)
 
             async def start() -> Address:
@@ -153,10 +169,12 @@ def serve(example: dict[str, Any], decoder: SpeculativeDecoder, tokenizer: Any) 
 
 
 @contextmanager
-def posted(address: Address, body: Any) -> Iterator[http.client.HTTPResponse]:
-    path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
+def posted(
+    address: Address, body: Any, path: str = "", headers: dict[str, str] | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    path = path or "/v1/" + "chat/" * (isinstance(body, dict) and "messages" in body) + "completions"
     with closing(http.client.HTTPConnection(*address, timeout=WAIT)) as connection:
-        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body))
+        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers or {})
         with connection.getresponse() as response:
             yield response
 
@@ -284,8 +302,15 @@ def test_limits(serve: Any, tokenizer: Any) -> None:
         # Clients that leave make room.
         wait_until(lambda: len(cancelled(handles)) == 2)
         wait_until(lambda: answered(address, REQUESTS[0])[0] == 200)
-        with posted(address, b" " * 200_000) as response:
-            assert response.status == 413
+        wrong = {
+            413: ("/v1/completions", b" " * 200_000, {}),
+            404: ("/v1/embeddings", b"{}", {}),
+            400: ("/v1/completions", b"no gzip", {"Content-Encoding": "gzip"}),
+        }
+        for status, (path, body, headers) in wrong.items():
+            with posted(address, body, path, headers) as response:
+                error = json.loads(response.read())["error"]
+                assert (response.status, error["code"], error["type"]) == (status, status, "invalid_request_error")
     with serve(max_seconds=0.2) as (address, handles):
         started = time.monotonic()
         statuses = [answered(address, LONG)[1]["choices"][0]["finish_reason"]]
@@ -303,9 +328,99 @@ def test_limits(serve: Any, tokenizer: Any) -> None:
         tokenizer.chat_template, template = None, tokenizer.chat_template
         try:
             status, answer = answered(address, {"messages": CHAT})
-            assert status == 400 and "chat template" in answer["error"]["message"]
+            assert status == 400 and "this model has no chat template" in answer["error"]["message"]
         finally:
             tokenizer.chat_template = template
+
+
+def test_what_clients_send(serve: Any) -> None:
+    """Content in parts, no content, empty tools, and what comes with an answer."""
+    plain = [{"role": "user", "content": "It\nwas"}, {"role": "assistant", "content": ""}]
+    parts = [{"type": "text", "text": text} for text in ("It", "was")]
+    answer = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
+    sent = {"messages": [{"role": "user", "content": parts}, answer], "tools": [], "response_format": {"type": "text"}}
+    rest = {"max_tokens": 20, "temperature": 0.0}
+    with serve() as (address, _):
+        expected = answered(address, {"messages": plain} | rest)[1]["choices"]
+        assert expected[0]["message"]["content"]
+        assert answered(address, sent | rest)[1]["choices"] == expected
+
+
+def test_choices_and_their_logprobs(serve: Any, decoder: SpeculativeDecoder, tokenizer: Any) -> None:
+    """As `num_return_sequences` and `logprobs` of `generate` have them, streamed or not."""
+    prompt, text = "It was not to be ", "user: She\nIt "
+    for body, start in (
+        ({"prompt": prompt, "logprobs": 2}, prompt),
+        ({"messages": [{"role": "user", "content": "She"}]}, text),
+    ):
+        is_chat = "messages" in body
+        body |= {"n": 3, "seed": 5, "max_tokens": 9} | ({"logprobs": True, "top_logprobs": 2} if is_chat else {})
+        ids = tokenizer([start])["input_ids"]
+        how: Any = {"num_return_sequences": 3, "logprobs": "raw", "top_logprobs": 5, "seed": 5, "max_new_tokens": 9}
+        output = decoder.generate(ids, **how)
+        new, start_at = [output.new_tokens(row) for row in range(3)], len(ids[0])
+        assert output.logprobs is not None and output.top_logprobs is not None and len(set(map(tuple, new))) == 3
+        with serve() as (address, _):
+            whole = answered(address, body)[1]
+            with posted(address, body | {"stream": True}) as response:
+                choices = [answer["choices"][0] for answer in events(response)]
+        assert whole["usage"] == {"prompt_tokens": start_at, "completion_tokens": 27, "total_tokens": start_at + 27}
+        last = [choice for choice in choices if choice["finish_reason"]]
+        for row, choice in enumerate(whole["choices"]):
+            pieces = [each["delta"]["content"] if is_chat else each["text"] for each in choices if each["index"] == row]
+            shown = choice["message"]["content"] if is_chat else choice["text"]
+            assert choice["index"] == row and "".join(pieces) == shown == output.texts(tokenizer)[row]
+            # A token is a byte of ASCII.
+            tokens, best = new[row], output.top_logprobs.tokens[row, start_at:, :2].tolist()
+            for found in (choice["logprobs"], *(each["logprobs"] for each in last if each["index"] == row)):
+                if is_chat:
+                    entries = found["content"]
+                    assert [each["bytes"] for each in entries] == [[token] for token in tokens]
+                    assert [[top["bytes"][0] for top in each["top_logprobs"]] for each in entries] == best
+                    values = [each["logprob"] for each in entries]
+                else:
+                    assert found["tokens"] == list(map(chr, tokens)) and found["text_offset"] == list(range(9))
+                    tops = [sorted(top, key=top.get, reverse=True) for top in found["top_logprobs"]]
+                    assert tops == [list(map(chr, each)) for each in best]
+                    values = found["token_logprobs"]
+                assert values == pytest.approx(output.logprobs[row, start_at:].tolist(), abs=1e-4)
+
+
+def test_json_for_a_schema(serve: Any) -> None:
+    schema = {"type": "object", "properties": {"sister": {"enum": ["Jane", "Mary"]}}, "required": ["sister"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema | {"additionalProperties": False}},
+    }
+    body = {"messages": CHAT, "n": 2, "seed": 1, "max_tokens": 60}
+    with serve(eos=[0]) as (address, _):
+        choices = answered(address, body | {"response_format": form})[1]["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["stop", "stop"]
+        assert all(json.loads(choice["message"]["content"])["sister"] in ("Jane", "Mary") for choice in choices)
+        (choice, _) = answered(address, body | {"response_format": {"type": "json_object"}})[1]["choices"]
+        assert choice["message"]["content"].startswith("{")
+        # A keyword that the library does not know, and no schema.
+        for wrong in ({"type": "json_schema"}, form | {"json_schema": {"name": "a", "schema": {"not": {}}}}):
+            status, answer = answered(address, body | {"response_format": wrong})
+            assert status == 400 and "response_format: " in answer["error"]["message"]
+
+
+def test_text_keeps_its_spaces(serve: Any, decoder: SpeculativeDecoder) -> None:
+    """Those of SentencePiece: the first, and one after a token without text. A stop string may come in the last token,
+    before half a character."""
+    # Frequent letters become a token without text, two bytes of a character, and a space.
+    letters = {"o": "<unk>", "t": "<0xC3>", "h": "<0xA9>", " ": "▁", "n": "▁é"}
+    words, ids = byte_fallback([letters.get(chr(token), f"▁w{token}") for token in range(256)]), list(b"It was")
+    output = decoder.generate([ids], max_new_tokens=30, sampling=SamplingParams(temperature=0.0))
+    texts = [replace(output, lengths=output.prompt_lengths + count).texts(words)[0] for count in range(31)]
+    halves = [count for count, text in enumerate(texts) if text.endswith("\ufffd") and text[-2] != "\ufffd"]
+    assert texts[1].startswith(" ") and "é" in texts[-1] and len(halves) > 1
+    body = {"prompt": "any", "max_tokens": 30, "temperature": 0.0}
+    with serve(words) as (address, _), mock.patch.object(type(words), "__call__", return_value={"input_ids": ids}):
+        assert [ask(address, body, stream)[0] for stream in (False, True)] == [texts[-1]] * 2
+        for count in halves[:2]:
+            text, stop = texts[count], texts[count][-4:-1]
+            assert ask(address, body | {"max_tokens": count, "stop": stop}, False)[0] == text[: text.index(stop)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -341,6 +456,13 @@ def test_the_client_of_openai(serve: Any, decoder: SpeculativeDecoder, tokenizer
         assert text == expected
         with pytest.raises(openai.BadRequestError, match="top_p"):
             client.completions.create(prompt="It ", top_p=7.0, **settings)
+
+
+def test_help_says_what_each_option_is(example: dict[str, Any]) -> None:
+    app = typer.Typer()
+    app.command()(example["main"])
+    options: list[Any] = typer.main.get_command(app).params
+    assert len(options) > 5 and [option.name for option in options if not option.help] == []
 
 
 # asyncio does not close a connection that comes while the server stops listening.
@@ -380,13 +502,13 @@ def test_a_signal_drains_the_server(example: dict[str, Any], monkeypatch: pytest
             wait_until(refused)
             text = "".join(answer["choices"][0]["text"] for answer in events(running))
             answer = waiting.result(WAIT)[1]
-            return [len(text), answer["usage"]["completion_tokens"]]
+            return [len(text), answer["usage"]["completion_tokens"], answer["model"]]
 
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(clients)
         with pytest.raises(SystemExit) as end:
             typer.run(example["main"])
-        assert end.value.code == 0 and found.result(WAIT) == [199, 200]
+        assert end.value.code == 0 and found.result(WAIT) == [199, 200, "target"]
     wait_until(lambda: num_threads() <= before)
     # The traceback and asyncio keep the loop and its connections, which are collected here and not in another test.
     del end

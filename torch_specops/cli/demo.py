@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..decode import GenerationOutput, SpeculativeDecoder, Step
+from ..decode import GenerationOutput, SpeculativeDecoder, Step, TextPieces
 from ..sampling import SamplingParams
 from . import options
 from .greedy import GreedyDifference, verdict, worst_of
@@ -117,7 +117,8 @@ def demo(
         if console.color_system is not None:
             console.print(Text.assemble(("accepted draft tokens", ACCEPTED), ", ", ("the target's own tokens", OWN)))
         console.print()
-        interrupted = _print_steps(console, steps, decode_text)
+        pieces = TextPieces(tokenizer, input_ids[0], clean_up_tokenization_spaces=False)
+        interrupted = _print_steps(console, steps, pieces)
         output = decoder.output()
         speeds = differences = None
         if check and temperature == 0 and not interrupted:
@@ -175,19 +176,25 @@ def _describe(temperature: float, top_k: int, top_p: float, min_p: float) -> str
     return f"sampled from the target's distribution, {', '.join([f'temperature {temperature:g}', *filters])}"
 
 
-def _print_steps(console: Console, steps: Iterator[Step], decode_text: Callable[[list[int]], str]) -> bool:
+def _print_steps(console: Console, steps: Iterator[Step], pieces: TextPieces) -> bool:
     """Print the text as it comes; returns whether Ctrl-C ended it."""
-    stream = TextStream(decode_text)
-    interrupted = False
+    # A piece counts as accepted if all of its tokens were.
+    interrupted, all_accepted = False, True
+
+    def show(piece: str) -> None:
+        console.print(Text(printable(piece), style=ACCEPTED if all_accepted else OWN), end="")
+
     try:
         for step in steps:
             for index, token in enumerate(step.tokens[0]):
-                piece, accepted = stream.push(token, index < step.num_accepted[0])
-                text = Text(printable(piece), style=ACCEPTED if accepted else OWN)
-                console.print(text, end="")
+                all_accepted &= index < step.num_accepted[0]
+                if piece := pieces.push(token):
+                    show(piece)
+                    all_accepted = True
             console.file.flush()
     except KeyboardInterrupt:
         interrupted = True
+    show(pieces.end())
     console.print("\n")
     return interrupted
 
@@ -225,32 +232,6 @@ def _comparison(
     if verdict(differences) == "near ties":
         return f"identical to plain greedy decoding but for near ties at {found}: {worst}"
     return f"DIFFERENT from plain greedy decoding at {found}; the worst: {worst}"
-
-
-class TextStream:
-    """Takes tokens and gives whole characters: a character may take several tokens.
-
-    Args:
-        decode_text: tokens to text; bytes that are not yet a character come out as U+FFFD.
-    """
-
-    def __init__(self, decode_text: Callable[[list[int]], str]) -> None:
-        self._decode_text = decode_text
-        # Decoded together with the new tokens, since the first token of a text may lose its leading space.
-        self._context: list[int] = []
-        self._held: list[tuple[int, bool]] = []
-
-    def push(self, token: int, accepted: bool) -> tuple[str, bool]:
-        """The text that this token completes, and whether all tokens of that text were accepted drafts."""
-        self._held.append((token, accepted))
-        held = [token for token, _ in self._held]
-        text = self._decode_text(self._context + held)
-        if text.endswith("\ufffd"):
-            return "", accepted
-        piece = text[len(self._decode_text(self._context)) :]
-        all_accepted = all(accepted for _, accepted in self._held)
-        self._context, self._held = held, []
-        return piece, all_accepted
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from .decoder import SpeculativeDecoder, generate
 from .output import GenerationOutput, GenerationStats, Step, TopLogprobs
+from .pieces import TextPieces
 from .requests import Completion, Handle, Request
 from .session import Session
 from .step import Verifier
@@ -15,6 +16,7 @@ __all__ = [
     "Session",
     "SpeculativeDecoder",
     "Step",
+    "TextPieces",
     "TopLogprobs",
     "Verifier",
     "generate",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .pieces import CONTEXT
 from .planning import PlannedStep
 
 # What a `repr` shows may have an entry for each row of a batch, which may have hundreds.
@@ -206,8 +207,7 @@ class GenerationOutput:
             tokens, start = self.new_tokens(row), int(self.prompt_lengths[row])
             if arguments["skip_special_tokens"] and self.finish_reasons[row : row + 1] == ["eos"]:
                 tokens.pop()
-            # Alone, tokens may lose the space before them.
-            before = self.sequences[row, max(start - 4, 0) : start].tolist()
+            before = self.sequences[row, max(start - CONTEXT, 0) : start].tolist()
             prompt, whole = (tokenizer.decode(ids, **arguments) for ids in (before, before + tokens))
             is_longer = whole.startswith(prompt)
             texts.append(whole[len(prompt) :] if is_longer else tokenizer.decode(tokens, **arguments))
