@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from .. import checks
 from ..decode.guard import Guard
 from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_prompts
-from ..decode.models import check_read_once
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
 from ..drafts.base import as_language_model
@@ -308,6 +307,5 @@ def _draft_model(source: DraftSource | None, target: TreeModel, guard: Guard) ->
     # A subclass that overrides `propose` does more than its model, and beam search would ignore that.
     if not isinstance(source, ModelDraft) or type(source).propose is not ModelDraft.propose:
         raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(source)}")
-    check_read_once(target, source)
     guard.bind(source)
     return _tree_model("draft", source.model)

@@ -19,7 +19,7 @@ from .compiled import CompiledSteps
 from .guard import Guard, Stream
 from .inputs import GenerateArguments, PromptIds, Sampling, check_room, checked_sampling, read_prompts
 from .keywords import check_keywords
-from .models import check_pair, check_read_once
+from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
@@ -151,7 +151,6 @@ class SpeculativeDecoder:
         self.draft = as_draft_source(draft)
         self._guard = Guard(self.target, self.draft)
         if self.draft is not None:
-            check_read_once(self.target, self.draft)
             self._guard.bind(self.draft)
         if num_draft_tokens is None:
             num_draft_tokens = getattr(self.draft, "default_draft_tokens", None) or 5

@@ -15,7 +15,7 @@ from torch.amp import is_autocast_available
 
 from ..drafts import DraftSource, LanguageModel
 from ..drafts.model import SampledDraft
-from .models import evaluating, look_at, mode_of, models_of, versions_of
+from .models import check_read_once, evaluating, look_at, mode_of, models_of, versions_of
 
 Autocast = torch.dtype | None
 
@@ -41,7 +41,7 @@ class Guard:
     """Lets one thread at a time work with a target and a draft, in evaluation mode.
 
     Attributes:
-        uses: of the models, and of the drafts that have caches.
+        uses: who uses the models and the drafts with caches; the target's comes first.
     """
 
     def __init__(self, target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
@@ -57,7 +57,13 @@ class Guard:
         return Guard, self._parts
 
     def bind(self, draft: DraftSource) -> None:
-        """Bind the guarded draft to the target, before any call. Other streams of the draft read their texts again."""
+        """Bind the guarded draft to the target, before any call. Other streams of the draft read their texts again.
+
+        Raises:
+            ValueError: a model would be read in two places.
+            RuntimeError: as of `working`, for the draft alone.
+        """
+        check_read_once(self._parts[0], draft)
         uses = self.uses[1:]
         with self._free(uses):
             for use in uses:
@@ -174,7 +180,7 @@ def _use_of(model: object) -> dict[str, Any]:
 
 
 def _begin_child() -> None:
-    """In a forked process: of the parent's threads only this one goes on. What the others were reading is not whole."""
+    """In a forked process only the forking thread runs on. What other threads were reading is incomplete."""
     _lock.release()
     thread = threading.get_ident()
     for guard in _guards:

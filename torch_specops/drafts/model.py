@@ -36,7 +36,7 @@ class SampledDraft(DraftSource):
     deterministic = False
     compiles_itself = True
     _shape: Hashable | None = None
-    # As `settings_of` says.
+    # Left out of copies (`settings_of`).
     _of_calls: ClassVar[Sequence[str]] = ("_shape",)
 
     def __init__(self) -> None:

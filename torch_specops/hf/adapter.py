@@ -78,7 +78,7 @@ class _Check:
         self._reading: Reading | None = None
 
     def __reduce__(self) -> tuple[type[_Check], tuple[()]]:
-        # No pickle holds code that was removed since.
+        # The last check may hold code that its owner has removed since.
         return _Check, ()
 
     def __call__(self, adapter: TransformersModel) -> Reading | None:

@@ -82,7 +82,7 @@ class TransformersModel:
     reads_inputs = False
     use_spans = True
     _cache_kind: type[RaggedCache] = RaggedCache
-    # As `settings_of` says, and what `_begin` makes.
+    # Left out of copies (`settings_of`): `_begin` makes them again.
     _of_calls: ClassVar[Sequence[str]] = (
         *("prepared", "_cache", "_cache_held", "_cache_key", "_copy", "_is_looked_at", "_large_layers"),
         *("_prompt_lengths", "_read_lengths", "_rotaries", "_understood"),
@@ -98,7 +98,7 @@ class TransformersModel:
         self._begin()
 
     def _begin(self) -> None:
-        """Make what depends on the model, and no call has changed."""
+        """Prepare the model for a new adapter or a copy, which has read nothing."""
         self._understood = 0
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None

@@ -41,7 +41,7 @@ class RereadingModel(TransformersModel):
         super()._take_over()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        # A forward that a fork or an interrupt has ended may have left the other.
+        # A fork inside a forward may have left the cache of short texts here.
         self._cache = self._caches[True] if self._caches else None
         super().start(batch, capacity, inputs)
         # A short prefix has at most as many tokens as the switch.
