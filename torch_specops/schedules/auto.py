@@ -61,7 +61,7 @@ class Auto(Schedule):
         >>> for _ in range(2):
         ...     schedule.learn(PastStep(step, proposed=[0], accepted=[0], seconds=0.03))
         >>> schedule.plan(replace(step, offered=[4], matches=[12]))
-        [3]
+        [1]
     """
 
     def __init__(self, num_draft_tokens: int = 10, buckets: Sequence[int] | None = None) -> None:
