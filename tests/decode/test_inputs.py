@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder, Verifier
 from torch_specops.decode import GenerationOutput, Step
+from torch_specops.decode.inputs import GenerateArguments, read_prompts
 from torch_specops.decode.planning import Planner
 from torch_specops.drafts import Draft, EarlyExit, HierarchicalDraft, LanguageModel, PromptLookup
 from torch_specops.ops.uniforms import row_seeds
@@ -238,6 +240,25 @@ def test_a_keyword_that_a_call_does_not_have() -> None:
     cases = [((call, name), TypeError, f"{name}: {call} has no such argument; {text}") for call, name, text in advice]
     assert raised(lambda case: calls[case[0]](**{case[1]: 1}), cases) == []
     assert {call for call, *_ in advice} == set(calls)
+
+
+def test_calls_show_the_same_keywords() -> None:
+    """What `help` and editors show. The defaults stand in each signature, and may not differ."""
+
+    def keywords(call: Callable[..., object]) -> dict[str, tuple[Any, Any]]:
+        parameters = inspect.signature(call).parameters.values()
+        return {each.name: (each.default, each.annotation) for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+    stream, streamer = keywords(SpeculativeDecoder.stream), {"streamer": (None, "Streamer | None")}
+    of_decoder = keywords(SpeculativeDecoder.__init__)
+    assert keywords(SpeculativeDecoder.generate) == stream | streamer
+    own = {name: of_decoder[name] for name in ("num_draft_tokens", "schedule", "verify", "compile")}
+    assert keywords(torch_specops.generate) == stream | streamer | own | {"draft": (None, "AnyDraft")}
+    of_loop = {"default_sampling", "row_rules", "min_new_tokens"}
+    assert {name: of for name, of in keywords(read_prompts).items() if name not in of_loop} == stream
+    assert GenerateArguments.__annotations__.keys() == stream.keys()
+    request = inspect.signature(Request).parameters
+    assert {name: of.annotation for name, of in request.items() if name != "unknown"} == Request.__annotations__
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -17,8 +17,20 @@ from ..schedules import Schedule
 from .batch import Batch, KeptLogits
 from .compiled import CompiledSteps
 from .guard import Guard, Stream
-from .inputs import GenerateArguments, PromptIds, Sampling, check_room, checked_sampling, read_prompts
-from .keywords import check_keywords
+from .inputs import (
+    AnyGrammar,
+    AttentionMask,
+    EosTokenIds,
+    GenerateArguments,
+    PromptIds,
+    Sampling,
+    Seed,
+    StopStrings,
+    check_room,
+    checked_sampling,
+    read_prompts,
+)
+from .keywords import refuse_unknown
 from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
 from .requests import Completion, Request, largest
@@ -26,11 +38,7 @@ from .rows import BatchRules, RowRule
 from .session import Completions, Session
 from .step import Verifier
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
-@check_keywords
 def generate(
     target: LanguageModel | nn.Module,
     input_ids: PromptIds,
@@ -41,7 +49,20 @@ def generate(
     verify: str | Verifier | None = None,
     compile: bool | str = "auto",
     streamer: Streamer | None = None,
-    **arguments: Unpack[GenerateArguments],
+    attention_mask: AttentionMask = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    sampling: Sampling = None,
+    seed: Seed = None,
+    eos_token_id: EosTokenIds = None,
+    pad_token_id: int | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    logprobs: str | None = None,
+    top_logprobs: int = 0,
+    num_return_sequences: int = 1,
+    stop_strings: StopStrings = None,
+    tokenizer: Any = None,
+    grammar: AnyGrammar = None,
+    **unknown: NoReturn,
 ) -> GenerationOutput:
     """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
 
@@ -64,6 +85,7 @@ def generate(
         >>> output.lengths
         tensor([13,  7])
     """
+    refuse_unknown("generate", unknown)
     decoder = SpeculativeDecoder(
         target,
         draft,
@@ -72,7 +94,23 @@ def generate(
         verify=verify,
         compile=compile,
     )
-    return decoder.generate(input_ids, streamer=streamer, **arguments)
+    return decoder.generate(
+        input_ids,
+        streamer=streamer,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        inputs=inputs,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        num_return_sequences=num_return_sequences,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        grammar=grammar,
+    )
 
 
 class SpeculativeDecoder:
@@ -133,7 +171,6 @@ class SpeculativeDecoder:
         tensor([13])
     """
 
-    @check_keywords
     def __init__(
         self,
         target: LanguageModel | nn.Module,
@@ -146,7 +183,9 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
         one_graph: bool = False,
         max_length: int | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown("SpeculativeDecoder", unknown)
         self.target = as_language_model("target", target)
         self.draft = as_draft_source(draft)
         self._guard = Guard(self.target, self.draft)
@@ -192,9 +231,25 @@ class SpeculativeDecoder:
         """Counts and times of the newest call so far."""
         return GenerationStats(seeds=[]) if self._newest is None else self._newest.stats
 
-    @check_keywords
     def generate(
-        self, input_ids: PromptIds, *, streamer: Streamer | None = None, **arguments: Unpack[GenerateArguments]
+        self,
+        input_ids: PromptIds,
+        *,
+        streamer: Streamer | None = None,
+        attention_mask: AttentionMask = None,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling = None,
+        seed: Seed = None,
+        eos_token_id: EosTokenIds = None,
+        pad_token_id: int | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+        logprobs: str | None = None,
+        top_logprobs: int = 0,
+        num_return_sequences: int = 1,
+        stop_strings: StopStrings = None,
+        tokenizer: Any = None,
+        grammar: AnyGrammar = None,
+        **unknown: NoReturn,
     ) -> GenerationOutput:
         """Continue every prompt to its eos or limit.
 
@@ -240,6 +295,22 @@ class SpeculativeDecoder:
             TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what the target
                 can read. A draft that can read less stops drafting there.
         """
+        refuse_unknown("SpeculativeDecoder.generate", unknown)
+        arguments = GenerateArguments(
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            inputs=inputs,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            num_return_sequences=num_return_sequences,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            grammar=grammar,
+        )
         return self.run(input_ids, arguments, streamer)
 
     def run(
@@ -265,12 +336,45 @@ class SpeculativeDecoder:
             warnings.warn(f"row {row}: {error}", RuntimeWarning, stacklevel=3)
         return output
 
-    @check_keywords
-    def stream(self, input_ids: PromptIds, **arguments: Unpack[GenerateArguments]) -> Iterator[Step]:
+    def stream(
+        self,
+        input_ids: PromptIds,
+        *,
+        attention_mask: AttentionMask = None,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling = None,
+        seed: Seed = None,
+        eos_token_id: EosTokenIds = None,
+        pad_token_id: int | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+        logprobs: str | None = None,
+        top_logprobs: int = 0,
+        num_return_sequences: int = 1,
+        stop_strings: StopStrings = None,
+        tokenizer: Any = None,
+        grammar: AnyGrammar = None,
+        **unknown: NoReturn,
+    ) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
         The arguments are as in `generate`. They are checked, and the prompts are read, before the first step.
         """
+        refuse_unknown("SpeculativeDecoder.stream", unknown)
+        arguments = GenerateArguments(
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            inputs=inputs,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            num_return_sequences=num_return_sequences,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            grammar=grammar,
+        )
         return self._steps(*self._begin(input_ids, arguments))
 
     def output(self) -> GenerationOutput:
@@ -283,9 +387,14 @@ class SpeculativeDecoder:
         with self._guard.working():
             return self._newest.output()
 
-    @check_keywords
     def session(
-        self, batch_size: int, *, max_length: int | None = None, logprobs: str | None = None, top_logprobs: int = 0
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        logprobs: str | None = None,
+        top_logprobs: int = 0,
+        **unknown: NoReturn,
     ) -> Session:
         """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
 
@@ -303,6 +412,7 @@ class SpeculativeDecoder:
             TypeError, ValueError: a wrong argument, by name; a draft that cannot read new prompts between two steps
                 (`DraftSource.restart`).
         """
+        refuse_unknown("SpeculativeDecoder.session", unknown)
         max_length = self.max_length if max_length is None else max_length
         if max_length is None:
             raise ValueError("max_length: expected a number, because requests that are read later have no longest one")
@@ -311,7 +421,6 @@ class SpeculativeDecoder:
         self._newest = session = Session(self._compiled_steps, self._schedule, self._guard, *arguments)
         return session
 
-    @check_keywords
     def generate_many(
         self,
         requests: Iterable[Request | Tensor | Sequence[int]],
@@ -321,6 +430,7 @@ class SpeculativeDecoder:
         logprobs: str | None = None,
         top_logprobs: int = 0,
         progress: bool = False,
+        **unknown: NoReturn,
     ) -> Iterator[Completion]:
         """Continue many prompts, `batch_size` at a time, in a `session`: a row whose sequence has ended takes the next
         request.
@@ -341,6 +451,7 @@ class SpeculativeDecoder:
         Raises:
             TypeError, ValueError: a wrong argument, by name.
         """
+        refuse_unknown("SpeculativeDecoder.generate_many", unknown)
         if isinstance(requests, (Request, str)) or not isinstance(requests, Iterable):
             raise TypeError(f"requests: expected an iterable of Request, got {type(requests)}")
         batch_size = checks.check_int("batch_size", batch_size, 1)

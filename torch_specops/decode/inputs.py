@@ -23,6 +23,7 @@ from .rows import Row, RowRule
 from .state import DecodeState
 
 PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
+AttentionMask = Tensor | Sequence[Tensor | Sequence[int]] | None
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
 # NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
 Seed = int | Sequence[int] | Tensor | None
@@ -35,9 +36,9 @@ stop_string_rule: Callable[[Any, Sequence[str]], RowRule] | None = None
 
 
 class GenerateArguments(TypedDict, total=False):
-    """The keywords that `SpeculativeDecoder.generate` documents; `read_prompts` has the defaults."""
+    """The keywords of `SpeculativeDecoder.generate` that `read_prompts` checks."""
 
-    attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None
+    attention_mask: AttentionMask
     max_new_tokens: int | Sequence[int]
     sampling: Sampling
     seed: Seed
@@ -89,7 +90,7 @@ def read_prompts(
     target: LanguageModel,
     input_ids: PromptIds,
     *,
-    attention_mask: Tensor | Sequence[Sequence[int] | Tensor] | None = None,
+    attention_mask: AttentionMask = None,
     max_new_tokens: int | Sequence[int] = 128,
     sampling: Sampling = None,
     default_sampling: SamplingParams | None = None,

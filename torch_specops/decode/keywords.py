@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import ParamSpec, TypeVar
 
 from ..sampling import SamplingParams
-from .inputs import GenerateArguments
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _CUSTOM_GENERATE = "model.generate(..., custom_generate=torch_specops.hf.custom_generate) takes it"
 # Names that other libraries have for an argument, and what to pass: an argument of ours, or a sentence.
@@ -52,46 +46,47 @@ IN_CUSTOM_GENERATE = {
     "sampling": "do_sample=..., temperature=..., top_k=..., top_p=..., min_p=...",
     "stop": INSTEAD["stop"],
 }
-# The keywords of each call that is checked.
-_KEYWORDS: dict[str, list[str]] = {}
 
 
-def check_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises a TypeError that names it and what to pass for a keyword that it does not have. Its
-    `**` are `GenerateArguments`."""
-    call = function.__qualname__.removesuffix(".__init__")
-    keywords = _KEYWORDS[call] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            keywords += GenerateArguments.__annotations__
-        elif parameter.name != "self":
-            keywords.append(parameter.name)
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in keywords:
-                raise TypeError(f"{name}: {call} has no such argument; {_advice(name, call)}")
-        return function(*args, **kwargs)
-
-    return checked
+def refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
+    """Raise a TypeError that names the first of these keywords, which the call does not have, and says what to pass."""
+    for name in unknown:
+        raise TypeError(f"{name}: {call} has no such argument; {_advice(name, call, _keywords())}")
 
 
-def _advice(name: str, call: str) -> str:
+def _keywords() -> dict[str, list[str]]:
+    """The keywords of each call."""
+    # Their modules import this one.
+    from .decoder import SpeculativeDecoder, generate
+    from .requests import Request
+
+    methods = (getattr(SpeculativeDecoder, name) for name in ("generate", "stream", "session", "generate_many"))
+    return {
+        call.__qualname__: [
+            parameter.name
+            for parameter in inspect.signature(call).parameters.values()
+            if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        for call in (Request, generate, SpeculativeDecoder, *methods)
+    }
+
+
+def _advice(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
     if name in INSTEAD:
         argument = re.match(r"(\w+)=", INSTEAD[name])
         if argument is None:
             return INSTEAD[name]
-        return f"pass {INSTEAD[name]}" + ("" if argument[1] in _KEYWORDS[call] else _receivers(argument[1], call))
-    if receivers := _receivers(name, call):
+        is_own = argument[1] in keywords[call]
+        return f"pass {INSTEAD[name]}" + ("" if is_own else _receivers(argument[1], call, keywords))
+    if receivers := _receivers(name, call, keywords):
         return f"pass it{receivers}"
-    near = get_close_matches(name, _KEYWORDS[call], 1)
-    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(_KEYWORDS[call])}"
+    near = get_close_matches(name, keywords[call], 1)
+    return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(keywords[call])}"
 
 
-def _receivers(name: str, call: str) -> str:
+def _receivers(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
     """Which other calls take a keyword, as the end of a sentence: if possible, what makes the decoder or requests."""
-    calls = [other for other, keywords in _KEYWORDS.items() if name in keywords]
+    calls = [other for other in keywords if name in keywords[other]]
     made_before = ["SpeculativeDecoder"] + ["Request"] * call.endswith((".session", ".generate_many"))
     calls = [other for other in calls if other in made_before] or calls
     return f" to {' or '.join(calls)}" if calls else ""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -19,11 +19,11 @@ from ..drafts.images import reads_images
 from ..grammars import Grammar
 from ..sampling import SamplingParams
 from .inputs import Prompts, Sampling, Seed, as_prompt, read_prompts
-from .keywords import check_keywords
+from .keywords import refuse_unknown
 from .output import TopLogprobs, shortened
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(init=False, eq=False, repr=False)
 class Request:
     """A prompt for a session or `SpeculativeDecoder.generate_many`, and how to continue it.
 
@@ -55,15 +55,41 @@ class Request:
     """
 
     input_ids: Tensor | Sequence[int]
-    max_new_tokens: int = 128
-    sampling: Sampling = None
-    seed: Seed = None
-    eos_token_id: int | Sequence[int] | None = None
-    stop_strings: str | Sequence[str] | None = None
-    tokenizer: Any = None
-    max_time: float | None = None
-    inputs: Mapping[str, Tensor] | None = None
-    grammar: Grammar | None = None
+    max_new_tokens: int
+    sampling: Sampling
+    seed: Seed
+    eos_token_id: int | Sequence[int] | None
+    stop_strings: str | Sequence[str] | None
+    tokenizer: Any
+    max_time: float | None
+    inputs: Mapping[str, Tensor] | None
+    grammar: Grammar | None
+
+    def __init__(
+        self,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int = 128,
+        sampling: Sampling = None,
+        seed: Seed = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        max_time: float | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+        grammar: Grammar | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        refuse_unknown("Request", unknown)
+        self.input_ids = input_ids
+        self.max_new_tokens = max_new_tokens
+        self.sampling = sampling
+        self.seed = seed
+        self.eos_token_id = eos_token_id
+        self.stop_strings = stop_strings
+        self.tokenizer = tokenizer
+        self.max_time = max_time
+        self.inputs = inputs
+        self.grammar = grammar
 
     def __repr__(self) -> str:
         values = {name: value for name, value in vars(self).items() if value is not None}
@@ -75,9 +101,6 @@ class Request:
         if isinstance(self.inputs, Mapping):
             values["inputs"] = list(self.inputs)
         return shortened("Request", **values)
-
-
-Request.__init__ = check_keywords(Request.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
