@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -259,6 +260,10 @@ def test_calls_show_the_same_keywords() -> None:
     assert GenerateArguments.__annotations__.keys() == stream.keys()
     request = inspect.signature(Request).parameters
     assert {name: of.annotation for name, of in request.items() if name != "unknown"} == Request.__annotations__
+    # Dataclasses that derive from it make their signatures of these.
+    assert {each.name: each.default for each in fields(Request)[1:]} == {
+        name: of.default for name, of in request.items() if name not in ("input_ids", "unknown")
+    }
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

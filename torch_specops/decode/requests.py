@@ -55,16 +55,17 @@ class Request:
     """
 
     input_ids: Tensor | Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling
-    seed: Seed
-    eos_token_id: int | Sequence[int] | None
-    stop_strings: str | Sequence[str] | None
-    tokenizer: Any
-    max_time: float | None
-    inputs: Mapping[str, Tensor] | None
-    grammar: Grammar | None
+    max_new_tokens: int = 128
+    sampling: Sampling = None
+    seed: Seed = None
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    tokenizer: Any = None
+    max_time: float | None = None
+    inputs: Mapping[str, Tensor] | None = None
+    grammar: Grammar | None = None
 
+    # The one that a dataclass would get, besides the hint on unknown names.
     def __init__(
         self,
         input_ids: Tensor | Sequence[int],
