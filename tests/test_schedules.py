@@ -147,6 +147,7 @@ class Loop:
         """The seconds that it takes, without what slow steps take more."""
         self.schedule = self.schedule.begin()
         clock, waiting, size = 0.0, list(enumerate(texts)), num_rows or len(texts)
+        num_steps = num_undrafted = 0
         rows, waiting = waiting[:size], waiting[size:]
         places = dict.fromkeys(range(len(texts)), 0)
         while rows:
@@ -170,7 +171,7 @@ class Loop:
             num_draft_tokens = max(counts)
             while self.is_captured and num_draft_tokens not in self.timed:
                 self.timed.add(num_draft_tokens)
-                seconds = self.seconds(size * (1 + num_draft_tokens))
+                seconds = self.seconds(size * (1 + num_draft_tokens)) + self.drafting * num_draft_tokens
                 self.schedule.learn(PastStep(step, (), (), num_draft_tokens=num_draft_tokens, seconds=seconds))
                 counts = self.planned(step)
                 num_draft_tokens = max(counts)
@@ -185,9 +186,16 @@ class Loop:
                 counts = [min(num_draft_tokens, own - 1) for own in left]
             accepted = [min(own, right) for own, (_, _, right) in zip(counts, cells, strict=True)]
             read = size * (1 + num_draft_tokens) if self.is_fixed else len(rows) + sum(counts)
-            seconds, drafting = self.seconds(read), self.drafting * (1 if self.looks_up else num_draft_tokens)
+            # The first step reads the prompts too, which takes longer than the drafts do, and is not timed.
+            is_first, num_steps = num_steps == 0 and not self.is_fixed, num_steps + 1
+            seconds = self.seconds(len(rows) if is_first else read)
+            caught_up = not self.looks_up and num_draft_tokens > 0 and num_undrafted > 0
+            num_undrafted = 0 if num_draft_tokens > 0 else num_undrafted + 1
+            drafting = self.drafting * (1 if self.looks_up else num_draft_tokens + caught_up)
             if num_draft_tokens == 0:
                 drafting = 0.0
+            if self.is_captured:
+                seconds, drafting = seconds + self.drafting * num_draft_tokens, self.drafting * caught_up
             known = None if offered is None else list(map(min, offered, (own + 1 for own in accepted)))
             self.schedule.learn(
                 PastStep(
@@ -197,8 +205,9 @@ class Loop:
                     num_draft_tokens=num_draft_tokens,
                     known=known,
                     right=None if known is None else [min(n, own) for n, (_, _, own) in zip(known, cells, strict=True)],
-                    seconds=seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
-                    draft_seconds=drafting,
+                    seconds=None if is_first else seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
+                    draft_seconds=0.0 if self.is_captured else drafting,
+                    caught_up=caught_up,
                 )
             )
             self.counts.append(counts)
@@ -243,13 +252,36 @@ def test_drafts_that_are_planned_as_many_as_pay(drafting: float, chance: float, 
 @pytest.mark.parametrize("seconds", [flat, dear, stepped])
 @pytest.mark.parametrize("match", [2, 12, 30])
 def test_what_wrong_drafts_may_cost(match: int, seconds: Seconds, length: int, num_texts: int) -> None:
-    """1 % and some steps in the first batch, which learns what drafts cost; less than a step in the next."""
+    """2 % in every batch, the first too; one step more where a token takes as long as a step, which nobody knows
+    before it was tried."""
     texts = [a_text(length, lambda position: 0.0, match=match) for _ in range(num_texts)]
     for options in ({}, {"looks_up": False, "drafting": 0.4}):
         loop = Loop(Auto(10), seconds, **options)
         plain = length * seconds(num_texts)
-        first, second = ((loop.run(texts) - 1.01 * plain) / seconds(num_texts) for _ in range(2))
-        assert first < 7 and second < 1, (options, first, second)
+        first, second = (loop.run(texts) / plain for _ in range(2))
+        found_out = 1 / length if seconds is dear else 0.0
+        assert first < 1.02 + found_out and second < 1.02, (options, first, second)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("drafting", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("num_texts", [1, 8, 20, 64])
+def test_a_static_batch_finds_what_pays_within_a_short_call(num_texts: int, drafting: float, is_captured: bool) -> None:
+    """Calls of 40 tokens on a device where all tokens of a step take as long as one: never 2 % slower than no draft.
+    Drafts that are free are found in the first call; drafts that take more in the first three, but for K = 1 at a cost
+    of 0.3 in batches, whose first loss is all that 2 % of 40 steps allow."""
+    for chance in (0.0, 0.3, 0.6, 0.9):
+        schedule, times, best = Auto(10), [], []
+        for call in range(3):
+            texts = [a_text(40, lambda position, chance=chance: chance, 100 * call + row) for row in range(num_texts)]
+            options: dict[str, Any] = {"looks_up": False, "drafting": drafting, "is_captured": is_captured}
+            times.append(Loop(schedule, lambda tokens: 1.0, **options).run(texts) / 40)
+            best.append(best_constant(texts, lambda tokens: 1.0, **options) / 40)
+        assert max(times) < 1.02, (chance, times)
+        if chance == 0.9 and (drafting < 0.3 or num_texts == 1 or is_captured):
+            assert times[-1] < 0.85, (chance, times, best)
+        if chance > 0 and drafting == 0:
+            assert times[0] < 1 - 0.35 * (1 - best[0]), (chance, times, best)
 
 
 @pytest.mark.parametrize("num_texts", [1, 4])
@@ -261,7 +293,7 @@ def test_a_slow_step_changes_nothing(slow: int, num_texts: int) -> None:
         steady, disturbed = (
             Loop(Auto(10), flat, is_refilled=True, slow=steps, **options).run(texts) for steps in ((), (slow,))
         )
-        assert disturbed < 1.1 * steady + 2
+        assert disturbed < 1.1 * steady + 4
 
 
 @pytest.mark.parametrize("slow", [(1, 2), (2, 3), (3, 4, 5)])
@@ -302,7 +334,7 @@ def test_a_machine_that_becomes_slower_and_faster(seed: int) -> None:
         ]
         took += Loop(schedule, seconds, speed=speed).run(texts)
         undrafted += Loop(Constant(0), seconds).run(texts)
-    assert took < 1.01 * undrafted
+    assert took < 1.02 * undrafted
 
 
 def test_no_noise_makes_drafts_that_pay_look_dear() -> None:
@@ -317,45 +349,45 @@ def test_no_noise_makes_drafts_that_pay_look_dear() -> None:
             took = Loop(schedule, stepped, speed=speed).run(
                 [a_text(64, lambda position, chance=chance: chance, call, match=9)]
             )
-        assert took < 16, call
+        # The first call learns what drafts take: one more of them in each step.
+        assert took < (16 if call > 0 else 32), call
 
 
-def test_a_number_of_tokens_that_was_read_too_fast_makes_no_other_look_free() -> None:
-    costs = StepCosts()
-    for tokens, seconds, times in ((8, 1.0, 8), (9, 1.1, 4), (12, 1.3, 4), (16, 0.9, 2)):
-        for _ in range(times):
-            costs.add(tokens, seconds, is_plain=tokens == 8, is_sure=False)
-    found = [costs.of(tokens) for tokens in (8, 9, 12, 16)]
-    assert found == pytest.approx([1, 1.1, 3.5 / 3, 3.5 / 3])
+def timed(times: Sequence[tuple[int, float]], num_rows: int = 8) -> StepCosts:
+    costs = StepCosts(num_rows, draft_cost=0.25)
+    for tokens, seconds in times:
+        costs.add(num_rows, tokens, seconds)
+    return costs
 
 
-def test_a_step_that_was_timed_for_itself_is_believed_at_once() -> None:
-    found = []
-    for is_sure in (True, False):
-        costs = StepCosts()
-        for _ in range(2):
-            costs.add(8, 1.0, is_plain=True, is_sure=False)
-        costs.add(88, 6.0, is_plain=False, is_sure=is_sure)
-        found.append(costs.of(88))
-    assert found == pytest.approx([6, 3])
+def test_costs_are_a_jump_and_a_slope() -> None:
+    """What ragged steps take, whichever numbers of tokens they read, with drafts and with fewer rows."""
+    costs = timed([(8, 1.0)] * 2 + [(8 + drafts, 1.3 + 0.02 * drafts) for drafts in (1, 4, 12, 30, 50)] * 20)
+    found = [costs.extra(8, 8 + drafts, 0) for drafts in (0, 2, 20, 80)]
+    assert found == pytest.approx([0, 0.34, 0.7, 1.9], rel=0.02) and costs.of(4) == pytest.approx(0.92, rel=0.01)
 
 
-def test_a_batch_may_begin_with_a_number_of_tokens_that_is_new() -> None:
-    """Its first step, on a slower machine, takes what others lead to expect."""
-    costs = StepCosts()
-    for _ in range(4):
-        costs.add(8, 1.0, is_plain=True, is_sure=False)
-    costs.begin()
-    costs.add(4, 5.0, is_plain=True, is_sure=False)
-    assert costs.of(4) == pytest.approx(36 / 40) and costs.of(8) == 1
+def test_a_captured_step_is_believed_at_once() -> None:
+    costs = StepCosts(8, draft_cost=0.25)
+    for tokens, seconds in ((8, 1.0), (88, 6.0)):
+        costs.add_captured(tokens, seconds, is_plain=tokens == 8)
+    found = [costs.extra(8, tokens, 3) for tokens in (88, 48, 168)]
+    assert costs.are_known and found == pytest.approx([5, 2.5, 5])
+
+
+def test_more_drafts_than_ever_before_may_each_take_what_the_others_took() -> None:
+    """One draft that took half a step may have shown a jump or a slope."""
+    costs = timed([(8, 1.0)] * 2 + [(9, 1.5)] * 20)
+    assert costs.room(purse=9.0) == 4 and costs.room(purse=1.1) == 2
+    assert costs.risk(8, 12, 0) > 1.9 > costs.extra(8, 12, 0) + 1
 
 
 def test_a_machine_that_becomes_slower_step_by_step_changes_no_cost() -> None:
-    costs, speed = StepCosts(), 1.0
+    speed, times = 1.0, []
     for tokens in (8, 8, 16, 16, *[8] * 50):
         speed *= 1.02
-        costs.add(tokens, speed * (1.5 if tokens == 16 else 1.0), is_plain=tokens == 8, is_sure=False)
-    assert costs.of(16) / costs.of(8) == pytest.approx(1.5, rel=0.1)
+        times.append((tokens, speed * (1.5 if tokens == 16 else 1.0)))
+    assert timed(times).extra(8, 16, 0) == pytest.approx(0.5, rel=0.3)
 
 
 @pytest.mark.parametrize("options", [{}, {"looks_up": False, "drafting": 0.1}])
@@ -380,7 +412,7 @@ def test_two_graphs_of_drafts_that_are_looked_up(options: dict[str, Any], second
         texts = [a_text(600, lambda position, chance=chance: chance)]
         loop = Loop(as_schedule(None, 10, deterministic=True), seconds, **options)
         best = min(Loop(Constant(count), seconds, **options).run(texts) for count in (0, 10))
-        assert loop.run(texts) < 1.03 * best + 6, chance
+        assert loop.run(texts) < 1.03 * best + 9, chance
 
 
 def test_times_are_kept_for_each_number_of_rows() -> None:

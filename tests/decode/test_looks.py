@@ -212,7 +212,7 @@ def test_a_draft_outside_of_the_vocabulary_is_said(call: str) -> None:
     message = r"draft: expected tokens in \[0, 8\), or below 0 for padding, from Proposes.propose, got 9"
     for draft in (Proposes(1, 9, 8), HierarchicalDraft(PairModel(OLD), Proposes(1, 9, 8))):
         with pytest.raises(ValueError, match=message):
-            CALLS[call](SpeculativeDecoder(PairModel(OLD), draft, sampling=GREEDY))
+            CALLS[call](SpeculativeDecoder(PairModel(OLD), draft, sampling=GREEDY, schedule="constant"))
     table = NGram.from_tokens(torch.arange(9), vocab_size=9)
     with pytest.raises(ValueError, match=r"draft: expected the vocabulary of the target \(8 tokens\), got 9"):
         SpeculativeDecoder(PairModel(OLD), table)

@@ -107,8 +107,8 @@ class ByThePast(Auto):
     def __init__(self) -> None:
         super().__init__(3)
         # However many tokens it reads, a step takes a second.
-        for count, num_texts in ((0, 100), (0, TRIALS), (3, TRIALS)):
-            counts = {"proposed": [count] * num_texts, "accepted": [count // 2] * num_texts}
+        for count, num_texts in ((0, 100), (0, TRIALS), *[(3, TRIALS)] * 5):
+            counts = {"proposed": [count] * num_texts, "accepted": [count] * num_texts}
             texts = list(range(num_texts))
             step = NextStep(texts, texts, texts, TRIALS)
             self.learn(PastStep(step, **counts, num_draft_tokens=count, seconds=1.0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_loops import GREEDY, decode, expected_rows, new_tokens
+from tiny_loops import GREEDY, Pauses, decode, expected_rows, new_tokens
 from tiny_models import PairModel, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
@@ -64,7 +64,7 @@ class Learns(Repeats):
 def test_what_a_draft_has_is_used() -> None:
     """With a target that cannot be hashed."""
     draft = Learns()
-    decoder = SpeculativeDecoder(Unhashable(TABLE), draft, sampling=GREEDY, schedule="auto")
+    decoder = SpeculativeDecoder(Unhashable(TABLE), draft, sampling=GREEDY, schedule=Pauses())
     assert torch.equal(decoder.generate(PROMPTS, max_new_tokens=10).sequences, EXPECTED)
     assert draft.calls[:2] == ["start", "catch up"]
     draft.vocab_size = 7

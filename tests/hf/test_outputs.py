@@ -105,7 +105,7 @@ def test_sampled_rows_have_the_scores_they_were_drawn_from() -> None:
 def test_an_encoder_decoder_has_them_too() -> None:
     """With a draft that has no config, which transformers would look into."""
     options = {**arguments("t5"), **ASKED, "max_new_tokens": 6}
-    found = ours(shared_tiny("t5"), **options, assistant_model=PromptLookup(1, 1))
+    found = ours(shared_tiny("t5"), **options, assistant_model=PromptLookup(1, 1), schedule="constant")
     check(found, plain(shared_tiny("t5"), **options), [6, 6, 6])
     assert isinstance(found, GenerateEncoderDecoderOutput)
     assert found.stats.num_proposed > 0 and len(found.stats.seeds) == 3

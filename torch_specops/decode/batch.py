@@ -291,6 +291,7 @@ class Batch:
         started, steps = time.perf_counter(), self._steps
         is_fixed, num_draft_tokens = planned.asked.is_fixed, planned.num_draft_tokens
         if num_draft_tokens > 0:
+            planned.caught_up = self._num_undrafted > 0
             self._catch_up()
         else:
             # Rows that are too long for the draft need no catching up.
@@ -306,8 +307,8 @@ class Batch:
         )
         record, drafted = steps.run(self.state, plan)
         self._reader.push(record, planned)
+        planned.draft_seconds = 0.0 if drafted is None else drafted - started
         if self._prefill_length is None:
-            planned.draft_seconds = 0.0 if drafted is None else drafted - started
             seconds = steps.ready[num_draft_tokens, planned.is_masked] if is_fixed else None
             planned.seconds = time.perf_counter() - started - planned.draft_seconds if seconds is None else seconds
         self._prefill_length = None

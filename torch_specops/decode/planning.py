@@ -25,7 +25,7 @@ class PlannedStep:
         is_masked: a row has a grammar.
         num_draft_tokens: K.
         drafts: [B, K], where the schedule saw them; None = elsewhere.
-        seconds, draft_seconds: as in `PastStep`.
+        seconds, draft_seconds, caught_up: as in `PastStep`.
     """
 
     rows: list[Row]
@@ -37,6 +37,7 @@ class PlannedStep:
     drafts: list[list[int]] | None = None
     seconds: float | None = None
     draft_seconds: float = 0.0
+    caught_up: bool = False
 
 
 class Planner:
@@ -176,5 +177,6 @@ class Planner:
                 right=right,
                 seconds=step.seconds,
                 draft_seconds=step.draft_seconds,
+                caught_up=step.caught_up,
             )
         )

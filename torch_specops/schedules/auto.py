@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
-from .costs import StepCosts
+from .costs import DRAFT_COST, StepCosts
 
-# What `Auto` assumes. The chance that the next token is right after a match of n tokens, until WEIGHT drafts of that
-# length were seen, and the factor by which each draft makes those before count less.
+# The part of a batch's steps that drafts may lose; of a long batch so many steps at first, and then a smaller part.
+LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
+# What drafts have gained may be lost again, up to so many steps.
+MOST_SAVED = 4.0
+# A batch may lose as much as one of this many steps, however short it is, if as many have passed since the last loss.
+STEPS_PER_LOAN = 40
+# Looked-up drafts: the chance that the next token is right after a match of n tokens, from a table until WEIGHT such
+# drafts were seen. MEMORY: each draft makes the drafts before it count less.
 LONGEST = 20
 PRIORS = [0.1, 0.1, *(min(0.95, 0.4 + 0.08 * (length - 2)) for length in range(2, LONGEST + 1))]
 WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
-# A text counts with so many drafts at odds of CAUTION, until it has its own.
-PATIENCE, CAUTION, MEMORY_OF_TEXTS = 2.0, 0.7, 0.95
+# A sequence's looked-up drafts are right less often than the table says until it has some: odds of CAUTION.
+PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
+# Other drafts: the chance before any was seen, and the drafts that this counts as.
+CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
 PATIENCE_OF_OTHERS, MEMORY_OF_OTHERS = 8.0, 0.5 ** (1 / 50)
-MOST_CERTAIN = 0.98
-# Less pays nowhere.
-LEAST_CHANCE = 0.01
-# The share of what drafts are expected to save that is not at stake.
-SURE = 0.5
-# In steps without drafts, what a batch may lose at first on drafts that are known, and on others; and how often a gain
-# may be risked again. Then the share of the time that may be lost in all, and how many steps without drafts come before
-# a try.
-LOAN, LOAN_OF_OTHERS, MOST_SAVED = 0.4, 1.8, 2.0
-LOST_SHARE, TRY_EVERY = 0.01, 8
-# Where less than this part of a step seems to be gained, one of so many steps is without drafts, to see what it takes.
-CLEAR_GAIN, LOOK_EVERY = 0.6, 4
+MOST_CERTAIN, LEAST_CHANCE = 0.98, 0.01
+# Steps without drafts before drafts that did not pay are tried again: doubled each time, up to the second number.
+TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
 
 
 class Auto(Schedule):
-    """From 0 to K drafts for each text and step, as many as pay for themselves according to what was measured so far.
+    """From 0 to K drafts for each sequence and step, as many as pay for themselves according to what was measured.
 
-    A step's time is learned by the tokens that the target reads. A draft's chance to be right is learned from drafts
-    before it: for drafts that are looked up by the length of their match and their place in the step, for others by
-    text. Drafts are verified in the order of their worth: the chance that they are reached and right, times the time
-    that a token saves. If no text waits for another (sessions, `generate_many`), a token saves its share of a step; in
-    a batch that ends with its slowest row, most of that is saved by the rows that end last.
+    `StepCosts` learns what drafts cost. The chance that a draft is right is learned from drafts before it: for drafts
+    that are looked up by the length of their match and their place in the step, for others by sequence. The next tokens
+    say whether looked-up drafts were right, so these are judged without being verified; others are tried now and then.
 
-    By these estimates the drafts of a batch lose at most a part of a step and 1 % of the time, beside what drafts just
-    before have gained. The next tokens of a text say whether its drafts were right, so drafts that are looked up are
-    judged without being verified. Others are tried now and then, as far as that budget allows.
+    If no sequence waits for another (sessions, `generate_many`), an accepted draft saves its share of a step. A batch
+    that is not refilled ends with its slowest row: there drafts are worth what they save the rows that end last, and
+    less the more rows there are, because the slowest of many rows has bad luck.
+
+    After every step the schedule knows what drafts have lost so far: the time that has passed and the steps without
+    drafts that would remain, against the steps without drafts at the beginning. A step may have drafts only if this
+    loss stays below 1.65 % of the batch (of its limit, if it ends early) should they all be wrong. A step that takes
+    longer than was expected may pass that bound once.
 
     What was learned of times, and of drafts in general, is kept from batch to batch.
 
@@ -60,7 +61,7 @@ class Auto(Schedule):
         >>> for _ in range(2):
         ...     schedule.learn(PastStep(step, proposed=[0], accepted=[0], seconds=0.03))
         >>> schedule.plan(replace(step, offered=[4], matches=[12]))
-        [3]
+        [1]
     """
 
     def __init__(self, num_draft_tokens: int = 10, buckets: Sequence[int] | None = None) -> None:
@@ -70,139 +71,177 @@ class Auto(Schedule):
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
         # By the number of rows, and whether steps are fixed.
-        self._costs: defaultdict[tuple[int, bool], StepCosts] = defaultdict(StepCosts)
-        # Drafts that were looked up, by match length and place: the others are planned before they are known.
+        self._costs: dict[tuple[int, bool], StepCosts] = {}
+        # Looked-up drafts, by match length and place.
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
-        self._others = _Share(3.5, 5.0)
+        self._others = _Share(CHANCE_OF_OTHERS * WEIGHT_OF_OTHERS, WEIGHT_OF_OTHERS)
+        self._lender = _Lender()
         self.reset()
 
     def reset(self) -> None:
-        self._account = self._elapsed = 0.0
-        self._num_undrafted = 0
-        # The texts for which drafts that are not known did not pay when they were last planned.
+        # In steps without drafts: what drafts have gained, the steps so far, and the least that may be at stake.
+        self._account, self._elapsed, self._loan = 0.0, 0, self._lender.num_steps
+        self._is_first, self._num_undrafted, self._try_after = True, 0, TRY_AFTER
+        # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
-        self._texts: dict[int, _Share] = {}
+        self._sequences: dict[int, _Share] = {}
         self._rates: dict[int, float] = {}
-        self._saved: dict[int, float] = {}
         for costs in self._costs.values():
             costs.begin()
 
     def plan(self, step: NextStep) -> list[int]:
         counts = self._counts(step)
-        self._num_undrafted = 0 if any(counts) else self._num_undrafted + 1
-        if step.is_fixed and any(counts):
-            counts = step.at_most(self._bucket(max(counts)))
+        if not step.asks_again or step.offered is not None or not any(counts):
+            self._num_undrafted = 0 if any(counts) else self._num_undrafted + 1
+            self._is_first = False
         return counts
 
     def _counts(self, step: NextStep) -> list[int]:
-        texts, costs = step.texts, self._costs[step.num_rows, step.is_fixed]
-        plain = step.num_rows if step.is_fixed else len(texts)
-        rooms, nothing = step.at_most(self.buckets[-1]), [0] * len(texts)
-        # Steps without drafts are measured first, and again now and then.
-        if not any(rooms) or not costs.is_known:
+        costs, nothing = self._costs_of(step), [0] * len(step.texts)
+        rooms = step.at_most(self.buckets[-1])
+        steps = max(self._elapsed + max(step.left, default=0), self._loan)
+        allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
+        purse = self._account + allowance
+        if not any(rooms) or purse <= 0:
             return nothing
-        base = costs.of(plain)
-        at_stake = self._account + LOST_SHARE * self._elapsed
-        purse = at_stake + (LOAN if step.asks_again else LOAN_OF_OTHERS) * base
-        if purse <= 0 or (step.asks_again and step.offered is None):
-            return rooms if purse > 0 else nothing
-        # Steps without drafts have taught nothing about these drafts.
-        if texts == self._declined and self._num_undrafted % TRY_EVERY > 0:
+        if step.asks_again and step.offered is None:
+            return rooms
+        # The first step of a batch reads the prompts, so there only drafting takes time.
+        is_free = self._is_first and not (step.is_fixed or step.is_refilled or step.looks_up)
+        if not costs.are_known and not is_free:
             return nothing
-        self._texts = {text: self._texts.get(text) or _Share() for text in texts}
+        is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
+        # Steps without drafts say nothing of drafts that are not looked up.
+        if is_declined and not step.asks_again and not is_due:
+            return nothing
+        self._sequences = {text: self._sequences.get(text) or _Share() for text in step.texts}
         reached = self._chances(step, rooms)
-        self._saved = self._savings(step, list(map(sum, reached)), base, costs.of(0))
-        # Less than this never pays.
-        least = (costs.of(plain + sum(rooms)) - base) / sum(rooms) / 2
-        offers = []
-        for index, text in enumerate(texts):
-            for place, chance in enumerate(reached[index], 1):
-                worth = chance * base * self._saved[text]
-                if worth < least:
-                    break
-                offers.append((worth, -place, index))
-        offers.sort(reverse=True)
+        counts = self._best(step, costs, reached, purse)
+        if any(counts):
+            self._try_after = TRY_AFTER
+        elif is_declined and is_due and (costs.are_few or not step.asks_again):
+            counts = self._best(step, costs, reached, purse, is_trial=True)
+            self._try_after = min(2 * self._try_after, TRY_AFTER_AT_MOST)
+        self._declined = None if any(counts) else list(step.texts)
+        return counts
 
-        def spent(num_drafts: int, most: int) -> float:
-            read = plain * (1 + self._bucket(most)) if step.is_fixed else plain + num_drafts
-            if read > costs.limit and not step.is_fixed:
-                return math.inf
-            # Looked-up drafts are there. What others have not read is another forward.
-            drafting = 0.0 if step.looks_up else costs.draft_seconds(most + (self._num_undrafted > 0), base)
-            return costs.of(read) - base + drafting
-
-        best, num_best, most, worth = 0.0, 0, 0, 0.0
-        for count, (more, place, _) in enumerate(offers, 1):
-            most, worth = max(most, -place), worth + more
-            cost = spent(count, most)
-            if cost == math.inf:
+    def _best(
+        self, step: NextStep, costs: StepCosts, reached: list[list[float]], purse: float, is_trial: bool = False
+    ) -> list[int]:
+        """The counts with the largest gain among those whose loss the purse bears, if possible twice: bad luck in one
+        step should not end all drafting. All 0 if none gains; a trial needs no gain."""
+        num_texts, buckets = len(reached), self.buckets
+        plain = step.num_rows if step.is_fixed else num_texts
+        base, per_token = costs.of(plain), 0.0 if step.is_fixed else costs.slope
+        shares, saved = self._savings(step, reached, base, per_token)
+        luck = _Luck(shares, 0 if step.is_refilled else max(step.left))
+        levels = [level for level in buckets if level > 0] if step.is_fixed else list(range(1, buckets[-1] + 1))
+        if is_trial or not costs.are_known:
+            levels = levels[:1]
+        room = costs.room(purse) if costs.are_known and not step.is_fixed else num_texts * buckets[-1]
+        is_behind = not step.looks_up and not self._is_first and self._num_undrafted > 0
+        catching_up = costs.of_drafting(1) if is_behind else 0.0
+        reads_prompts = self._is_first and not step.is_refilled
+        # Compiled steps read the drafts of all rows, worth it or not.
+        least = -math.inf if step.is_fixed or is_trial else per_token
+        offers: list[tuple[float, int, int]] = []
+        choices: list[tuple[float, float, int, int]] = []
+        worth, before = 0.0, 0
+        for level in levels:
+            more = [
+                (chances[place] * saved[index], place, index)
+                for index, chances in enumerate(reached)
+                for place in range(before, min(level, len(chances)))
+                if chances[place] * saved[index] > least
+            ]
+            if not more:
                 break
-            if worth - cost > best and cost - SURE * worth <= purse:
-                best, num_best = worth - cost, count
-        if step.asks_again and best < CLEAR_GAIN * base and costs.num_since_plain >= LOOK_EVERY:
-            return nothing
-        counts = nothing.copy()
-        for _, _, index in offers[:num_best]:
+            worth += sum(value for value, _, _ in more)
+            for _, place, index in more if luck.matters else ():
+                luck.add(index, place, reached[index][place])
+            offers, before = offers + more, level
+            # Drafts of the first step are read with the prompts.
+            read = plain * (1 + level) if step.is_fixed else plain + (0 if reads_prompts else len(offers))
+            # Looked-up drafts are there already.
+            num_proposed = 0 if step.looks_up else level
+            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up
+            risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
+            if (gain > 0 or is_trial) and risk <= purse:
+                choices.append((gain, risk, level, len(offers)))
+        if not choices:
+            return [0] * num_texts
+        *_, level, total = max([choice for choice in choices if 2 * choice[1] <= purse] or choices)
+        if step.is_fixed:
+            return step.at_most(level)
+        chosen = offers[:total] if total <= room else sorted(offers[:total], reverse=True)[:room]
+        counts = [0] * num_texts
+        for _, _, index in chosen:
             counts[index] += 1
-        self._declined = list(texts) if num_best == 0 and not step.asks_again else None
-        if self._declined is not None and self._num_undrafted >= TRY_EVERY:
-            tried = [min(room, 1) for room in rooms]
-            return tried if spent(sum(tried), 1) <= at_stake + LOAN * base else nothing
         return counts
 
     def learn(self, step: PastStep) -> None:
-        planned = step.planned
-        costs = self._costs[planned.num_rows, planned.is_fixed]
-        plain = planned.num_rows if planned.is_fixed else len(planned.texts)
-        read = plain * (1 + step.num_draft_tokens) if planned.is_fixed else plain + sum(step.proposed)
-        if step.seconds and plain > 0:
-            costs.add(read, step.seconds, read == plain, is_sure=not step.proposed)
-        if step.num_draft_tokens > 0:
-            costs.add_drafting(step.num_draft_tokens, step.draft_seconds)
+        planned, count = step.planned, step.num_draft_tokens
+        costs, num_texts = self._costs_of(planned), len(planned.texts)
+        plain = planned.num_rows if planned.is_fixed else num_texts
+        read = plain * (1 + count) if planned.is_fixed else plain + sum(step.proposed)
         if not step.proposed:
+            if step.seconds:
+                costs.add_captured(read, step.seconds, is_plain=count == 0)
             return
-        base = costs.of(plain) if costs.is_known else 0.0
-        self._elapsed += base
-        if base > 0 and step.num_draft_tokens > 0:
-            accepted = zip(planned.texts, step.accepted, strict=True)
-            saved = sum(base * self._saved.get(text, 0.0) * count for text, count in accepted)
-            spent = max(costs.of(read) - base, 0.0) + costs.draft_seconds(step.num_draft_tokens, base)
-            self._account = min(self._account + saved - spent, MOST_SAVED * (base + spent))
+        if step.seconds:
+            costs.add(plain, read, step.seconds)
+        if count > 0 and not costs.are_exact:
+            costs.add_drafting(count + step.caught_up, step.draft_seconds)
+        cost = costs.extra(plain, read if step.seconds else plain, count) + step.caught_up * costs.of_drafting(1)
+        self._elapsed += 1
+        gain = self._saved(planned, step.accepted, costs) - cost
+        self._account = min(self._account + gain, MOST_SAVED)
+        self._lender.add(gain)
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)
             return
-        for text, proposed, count in zip(planned.texts, step.proposed, step.accepted, strict=True):
-            for share in (self._texts.get(text), self._others):
+        for text, proposed, accepted in zip(planned.texts, step.proposed, step.accepted, strict=True):
+            for share in (self._others, self._sequences.get(text)):
                 if proposed > 0 and share is not None:
-                    share.add(count, count + (count < proposed), MEMORY_OF_OTHERS)
+                    share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
+
+    def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
+        """What the accepted drafts of a step have saved, in steps."""
+        num_texts = len(accepted)
+        plain = step.num_rows if step.is_fixed else num_texts
+        base, per_token = costs.of(plain), 0.0 if step.is_fixed else costs.slope
+        if step.is_refilled:
+            return base * sum(accepted) / num_texts
+        after = max(left - count for left, count in zip(step.left, accepted, strict=True))
+        return (base - per_token * plain) * (max(step.left) - after) + per_token * sum(accepted)
 
     def _judge(self, step: NextStep, known: Sequence[int], right: Sequence[int]) -> None:
-        """Learn from drafts that were looked up. Those behind a wrong one tell nothing."""
+        """Learn from drafts that were looked up. Those after a wrong one say nothing."""
         matches = step.matches or [0] * len(known)
         for text, match, num_known, num_right in zip(step.texts, matches, known, right, strict=True):
-            own = self._texts.get(text)
+            sequence = self._sequences.get(text)
             for place in range(min(num_right + 1, num_known)):
                 length, is_right = min(max(match, 0) + place, LONGEST), place < num_right
-                if own is not None:
-                    own.add(is_right, self._chance_after[length], MEMORY_OF_TEXTS)
+                if sequence is not None:
+                    sequence.add(is_right, self._chance_after[length], MEMORY_OF_SEQUENCE)
                 share = self._matches[length]
                 share.add(is_right, 1.0, MEMORY)
                 self._chance_after[length] = (share.right + WEIGHT * PRIORS[length]) / (share.expected + WEIGHT)
 
     def _chances(self, step: NextStep, rooms: Sequence[int]) -> list[list[float]]:
-        """Of each draft of each text, that it and all before it are right."""
+        """Of each draft of each sequence, that it and all before it are right."""
         reached, pooled = [], self._others.right / self._others.expected
-        for index, (room, own) in enumerate(zip(rooms, self._texts.values(), strict=True)):
+        for index, (room, sequence) in enumerate(zip(rooms, self._sequences.values(), strict=True)):
             if not step.asks_again:
-                chance = (own.right + PATIENCE_OF_OTHERS * pooled) / (own.expected + PATIENCE_OF_OTHERS)
+                chance = (sequence.right + PATIENCE_OF_OTHERS * pooled) / (sequence.expected + PATIENCE_OF_OTHERS)
                 reached.append([chance**place for place in range(1, room + 1)])
                 continue
-            match = 0 if step.matches is None else step.matches[index]
-            odds = (own.right + CAUTION * PATIENCE) / (own.expected + PATIENCE)
+            match = 0 if step.matches is None else max(step.matches[index], 0)
+            odds = (sequence.right + CAUTION * PATIENCE) / (sequence.expected + PATIENCE)
             product, products = 1.0, []
             for place in range(room):
-                chance = self._chance_after[min(max(match, 0) + place, LONGEST)]
+                chance = self._chance_after[min(match + place, LONGEST)]
                 product *= min(chance * odds / (1 - chance + chance * odds), MOST_CERTAIN)
                 if product < LEAST_CHANCE:
                     break
@@ -210,27 +249,35 @@ class Auto(Schedule):
             reached.append(products)
         return reached
 
-    def _savings(self, step: NextStep, rates: list[float], base: float, fixed: float) -> dict[int, float]:
-        """The share of a step that an accepted draft of each text saves; `fixed` is a forward over no token."""
-        num_texts = len(rates)
-        shares = [1 / num_texts] * num_texts
-        if num_texts > 1 and not step.is_refilled:
-            known = zip(step.texts, rates, strict=True)
-            self._rates = {text: rate / 16 + self._rates.get(text, rate) * 15 / 16 for text, rate in known}
-            steps = [left / (1 + rate) for left, rate in zip(step.left, self._rates.values(), strict=True)]
-            last = max(steps)
-            # A text that ends before the last one even without drafts saves nothing.
-            weights = [
-                math.exp(-8 * (1 - own / last)) if left > last or own == last else 0.0
-                for own, left in zip(steps, step.left, strict=True)
-            ]
-            shares = [weight / sum(weights) for weight in weights]
-        fixed = min(fixed / base, 1.0)
-        saved = [fixed * share + (1 - fixed) / num_texts for share in shares]
-        return dict(zip(step.texts, saved, strict=True))
+    def _savings(
+        self, step: NextStep, reached: list[list[float]], base: float, per_token: float
+    ) -> tuple[list[float], list[float]]:
+        """By sequence: its share in the end of the batch, and what an accepted draft saves."""
+        num_texts = len(reached)
+        if step.is_refilled or num_texts == 1:
+            return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
+        rates = map(sum, reached)
+        self._rates = {
+            text: rate / 16 + self._rates.get(text, rate) * 15 / 16
+            for text, rate in zip(step.texts, rates, strict=True)
+        }
+        steps = [left / (1 + rate) for left, rate in zip(step.left, self._rates.values(), strict=True)]
+        last = max(steps)
+        # A sequence that ends before the last one even without drafts saves nothing.
+        weights = [
+            math.exp(-8 * (1 - own / last)) if left > last or own == last else 0.0
+            for own, left in zip(steps, step.left, strict=True)
+        ]
+        whole = sum(weights)
+        shares = [weight / whole for weight in weights]
+        fixed = base - per_token * num_texts
+        return shares, [fixed * share + per_token for share in shares]
 
-    def _bucket(self, count: int) -> int:
-        return min(bucket for bucket in self.buckets if bucket >= count)
+    def _costs_of(self, step: NextStep) -> StepCosts:
+        key = step.num_rows, step.is_fixed
+        if key not in self._costs:
+            self._costs[key] = StepCosts(step.num_rows, 0.0 if step.looks_up else DRAFT_COST)
+        return self._costs[key]
 
 
 @dataclass
@@ -243,3 +290,48 @@ class _Share:
     def add(self, right: float, expected: float, memory: float) -> None:
         self.right = self.right * memory + right
         self.expected = self.expected * memory + expected
+
+
+@dataclass
+class _Lender:
+    """The steps since drafts lost, at most STEPS_PER_LOAN, over all batches: short batches may try drafts too."""
+
+    num_steps: float = STEPS_PER_LOAN
+
+    def add(self, gain: float) -> None:
+        self.num_steps = min(max(self.num_steps + 1 + gain / LOST_SHARE, 0.0), STEPS_PER_LOAN)
+
+
+class _Luck:
+    """How far chance lets the slowest sequence of a batch fall behind the mean.
+
+    Over S steps the accepted drafts of a sequence have the variance S v, so the slowest of n is z(n) sqrt(S v) drafts
+    behind: z sqrt(v / S) per step. z(n) = sqrt(2 ln n) - 0.55 is the mean of the largest of n standard normals, within
+    0.08 from n = 2 to 64.
+
+    Args:
+        shares: of the sequences in the end of the batch; 1 / the sum of their squares is n.
+        left: the tokens to the end of the longest; 0 = no sequence waits for another.
+    """
+
+    def __init__(self, shares: Sequence[float], left: int) -> None:
+        num_effective = 1 / sum(share * share for share in shares) if left > 0 else 1.0
+        self._z = max(math.sqrt(2 * math.log(max(num_effective, 1.0))) - 0.55, 0.0)
+        self.matters = self._z > 0
+        self._shares, self._left = shares, left
+        self._means = [0.0] * len(shares)
+        self._mean = self._variance = 0.0
+
+    def add(self, index: int, place: int, reached: float) -> None:
+        """One more draft, `place` drafts after the first, which is accepted with this chance."""
+        share, mean = self._shares[index], self._means[index]
+        self._variance += share * reached * (2 * place + 1 - 2 * mean - reached)
+        self._means[index] = mean + reached
+        self._mean += share * reached
+
+    @property
+    def loss(self) -> float:
+        """In drafts per step."""
+        if not self.matters:
+            return 0.0
+        return self._z * math.sqrt(max(self._variance, 0.0) * (1 + self._mean) / self._left)

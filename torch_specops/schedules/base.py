@@ -59,6 +59,7 @@ class PastStep:
         right: how many of these were right, up to the first that was wrong.
         seconds: of reading and verifying; None = not measured.
         draft_seconds: of proposing, if it is no part of `seconds`.
+        caught_up: the draft also read what steps without drafts had emitted, in one more forward.
     """
 
     planned: NextStep
@@ -69,6 +70,7 @@ class PastStep:
     right: Sequence[int] | None = None
     seconds: float | None = None
     draft_seconds: float = 0.0
+    caught_up: bool = False
 
 
 class Schedule(ABC):

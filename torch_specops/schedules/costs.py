@@ -1,189 +1,186 @@
-"""What a step of the target takes, learned from the steps so far."""
+"""What steps with drafts cost, learned from the steps so far."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import deque
-from statistics import median
 
-# Times that are kept for each number of tokens, and of batches before; and how many are few.
-NUM_TIMES, NUM_OLD_TIMES, FEW_TIMES = 8, 2, 2
-# A number that was read once is doubted if it takes so many times what others say.
-SURPRISE = 1.2
-# The unit is the least of so many estimates.
+# The newest steps without drafts: the fastest of them is the unit, because other work only makes a step slower.
 NUM_UNITS = 4
-# How far the least time of a number may move before anything is computed anew.
-PRECISION = 0.02
-# After so many steps, this part is left of what a number that was not read takes beyond expectation.
-FADING, FADED = 64, 0.7
-# A forward over no token, in tokens; and the draft's forward, in steps.
-FORWARD_COST, DRAFT_COST = 32, 0.25
+# After this many steps with drafts, steps without drafts are timed again.
+STALE_AFTER = 64
+# A step counts this much less with each step after it.
+MEMORY = 63 / 64
+# A batch that begins with drafts tells its unit by their expected cost, unless this is known from fewer steps.
+FEW_STEPS = 4
+# A step that is slower than expected counts this much: other work may be the reason.
+WEIGHT_OF_SLOW_STEPS = 0.25
+# One step is believed up to this multiple of what was expected.
+LARGEST_SURPRISE = 2.0
+# Before any step with drafts: a forward has the fixed cost of this many tokens, and a draft takes this part of a step.
+FIXED_TOKENS, DRAFT_COST = 32, 0.25
+# The steps that this assumption outweighs.
+PRIOR_STEPS = 0.1
+# Times of proposing that are kept for each number of drafts.
+NUM_DRAFTINGS = 8
 
 
 class StepCosts:
-    """What a step takes by the number of tokens that it reads, in units of what the newest steps without drafts took: a
-    machine may become slower or faster. What it does besides only adds to a time, so the least of a few times counts,
-    and more tokens take no less time. Of the numbers that were read once, one may have been read in a slow step.
+    """The cost of steps of a batch with B rows, in units of the newest steps of B tokens without drafts.
+
+    A step that reads n tokens takes 1 + slope * (n - B), and `jump` more if any of them is a draft: kernels for several
+    tokens per row may differ from those for a single token. Both are fitted by least squares. Times that were measured
+    for a captured step are exact.
+
+    Args:
+        num_rows: B.
+        draft_cost: of proposing a draft per row, in units, until it was timed.
 
     Attributes:
-        num_since_plain: steps since one without drafts.
+        jump: >= 0.
+        slope: from 0 to 1 / B.
+        most_drafts: in a step so far.
     """
 
-    def __init__(self) -> None:
-        # In units, by the number of tokens; and the least of them when all were compared last.
-        self._times: dict[int, deque[float]] = {}
-        self._least: dict[int, float] = {}
-        # What is left of what a number takes beyond expectation, if it was not read for long.
-        self._trust: dict[int, float] = {}
-        # The numbers of tokens of steps in this batch, and the seconds of a unit by each.
-        self._units: deque[tuple[int, float]] = deque(maxlen=NUM_UNITS)
-        # In units, by the number of tokens: steps without drafts, in the order in which their numbers came.
-        self._plain: dict[int, deque[float]] = {}
-        self._points: list[tuple[int, float]] = []
-        self._found: dict[int, float] = {}
-        # Numbers that were read since unread ones have faded, and steps since then.
-        self._read: set[int] = set()
-        self._num_steps = self._num_plain = self.num_since_plain = 0
-        # Of proposing, by the number of drafts.
-        self._drafting: dict[int, deque[float]] = {}
-        self._drafting_found: dict[int, float] = {}
+    def __init__(self, num_rows: int, draft_cost: float) -> None:
+        self._num_rows, self._draft_cost = num_rows, draft_cost
+        self.jump = self.slope = 0.0
+        self.most_drafts, self._first_slope = 0, 1 / (FIXED_TOKENS + num_rows)
+        self._units: deque[float] = deque(maxlen=NUM_UNITS)
+        self._num_plain = self._num_since_plain = 0
+        self._exact: dict[int, float] = {}
+        # Over steps with drafts, of 1, x, x * x, y and x * y: x = (n - B) / B, y = the cost beyond 1.
+        self._sums = [0.0] * 5
+        self._draftings: dict[int, deque[float]] = {}
+        # Seconds that were measured before there was a unit.
+        self._first_drafting: tuple[int, float] | None = None
 
     @property
-    def is_known(self) -> bool:
-        """Steps without drafts were measured: not one alone, which something else may have slowed down, and not long
-        ago."""
-        return self._num_plain > 1 and self.num_since_plain < FADING
+    def are_known(self) -> bool:
+        """Steps without drafts were timed: two, because one may have been slow, and not long ago."""
+        is_timed = bool(self._units) or not self.are_few
+        return is_timed and self._num_plain > 1 and self._num_since_plain < STALE_AFTER
 
     @property
-    def limit(self) -> int:
-        """The most tokens to read next: what was never measured is approached in steps."""
-        return 2 * self._points[-1][0] + 2
+    def are_few(self) -> bool:
+        """Few steps with drafts were timed."""
+        return self._sums[0] < FEW_STEPS
 
     def begin(self) -> None:
-        """Another batch: its texts may be longer or shorter, and all steps slower or faster."""
-        self.num_since_plain = max(self.num_since_plain, FADING // 2)
+        """Another batch: its sequences may be longer or shorter, and all steps slower or faster."""
         self._units.clear()
-        for times in self._times.values():
-            while len(times) > NUM_OLD_TIMES:
-                times.popleft()
+        self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
 
-    def add(self, tokens: int, seconds: float, is_plain: bool, is_sure: bool) -> None:
-        if is_plain or not self._points:
-            self._units.append((tokens, seconds / self._add_plain(tokens, seconds)))
-        # Until there are steps without drafts, others of this batch tell the unit by what they took before.
-        elif not self._units or (len(self._units) < NUM_UNITS and len(self._times.get(tokens, ())) > 1):
-            self._units.append((tokens, seconds / self.of(tokens)))
-        self._num_plain += is_plain
-        self.num_since_plain = 0 if is_plain else self.num_since_plain + 1
-        times = self._times.setdefault(tokens, deque(maxlen=NUM_TIMES))
-        if self._trust.pop(tokens, 1.0) < 1.0:
-            while len(times) > 1:
-                times.popleft()
-        # A step that was timed for itself is believed at once.
-        times.extend([seconds / self._unit] * (2 if is_sure else 1))
-        if len(times) < 3 or abs(min(times) - self._least[tokens]) > PRECISION * self._least[tokens]:
-            self._measure()
-        self._read.add(tokens)
-        self._num_steps += 1
-        if self._num_steps % FADING == 0:
-            for unread in self._times.keys() - self._read:
-                self._trust[unread] = FADED * self._trust.get(unread, 1.0)
-            self._read = set()
-            self._measure()
+    def room(self, purse: float) -> int:
+        """The most drafts of a step to read next: more than ever before are approached in steps, and may cost no more
+        than the purse."""
+        more = min(self._next_most, int(purse / self._most_each))
+        return max(more, self.most_drafts, 1)
+
+    @property
+    def _next_most(self) -> int:
+        return 3 * self.most_drafts + max(self._num_rows // 8, 1)
+
+    @property
+    def _most_each(self) -> float:
+        """What each draft may take in a step with more drafts than ever before."""
+        return max(self.jump / self.most_drafts + self.slope if self.most_drafts > 0 else 0.0, self._first_slope)
+
+    def of(self, num_rows: int) -> float:
+        """Of a step without drafts, with this many rows left."""
+        return 1 + self.slope * (num_rows - self._num_rows)
+
+    @property
+    def are_exact(self) -> bool:
+        """Steps are captured, and timed before they run."""
+        return bool(self._exact)
+
+    def extra(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
+        """What a step that reads `tokens` takes beyond one without drafts, and with proposing this many drafts per
+        row."""
+        if self._exact:
+            return self._between_exact(tokens)
+        verifying = self.jump + self.slope * (tokens - num_rows) if tokens > num_rows else 0.0
+        return verifying + self.of_drafting(num_draft_tokens)
+
+    def risk(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
+        """What `extra` may turn out to be where more drafts are read than ever before."""
+        num_drafts = tokens - num_rows
+        if self._exact or num_drafts <= self.most_drafts:
+            return self.extra(num_rows, tokens, num_draft_tokens)
+        return self._most_each * num_drafts + self.of_drafting(num_draft_tokens)
+
+    def of_drafting(self, count: int) -> float:
+        """Of proposing this many drafts per row; beyond the most so far, each takes what the last took."""
+        if not self._draftings:
+            return self._draft_cost * count
+        low, first = 0, 0.0
+        points = [
+            (number, min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * number))
+            for number, times in sorted(self._draftings.items())
+        ]
+        for high, last in points:
+            if count <= high or high == points[-1][0]:
+                return first + max(last - first, 0.0) * (count - low) / (high - low)
+            low, first = high, last
+        return first
+
+    def add(self, num_rows: int, tokens: int, seconds: float) -> None:
+        """A step that was timed while it ran, of `num_rows` rows that had not ended."""
+        num_drafts, expected = tokens - num_rows, self.of(num_rows)
+        if num_drafts == 0:
+            self._num_plain += 1
+            self._num_since_plain = 0
+            self._units.append(seconds / expected)
+            if self._first_drafting is not None:
+                self.add_drafting(*self._first_drafting)
+                self._first_drafting = None
+            return
+        expected += self.jump + self.slope * num_drafts
+        self._num_since_plain += 1
+        # A compiled step may read many drafts at once, each of which may take as long as a token alone.
+        most = LARGEST_SURPRISE * expected
+        if num_drafts > self._next_most:
+            most = max(most, tokens / num_rows)
+        self.most_drafts = max(self.most_drafts, num_drafts)
+        if not self._units and not self.are_few:
+            self._units.append(seconds / expected)
+        if self._units and not self._exact:
+            cost = min(seconds / min(self._units), most)
+            weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
+            self._fit(tokens / self._num_rows - 1, cost - 1, weight)
+
+    def add_captured(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
+        """A captured step that was timed alone."""
+        if is_plain:
+            self._units.extend([seconds] * NUM_UNITS)
+            self._num_plain, self._num_since_plain = 2, 0
+        if self._units:
+            self._exact[tokens] = seconds / min(self._units)
+
+    def _between_exact(self, tokens: int) -> float:
+        """Beyond a step without drafts. What was not timed lies on a line between what was; beyond the last it is
+        thought to take no longer, because it is timed before it runs."""
+        (low, first), *points = sorted(self._exact.items())
+        for high, last in points:
+            if tokens <= high:
+                return first + (last - first) * (tokens - low) / (high - low) - 1
+            low, first = high, last
+        return first - 1
 
     def add_drafting(self, count: int, seconds: float) -> None:
         if not self._units:
+            self._first_drafting = count, seconds
             return
-        times = self._drafting.setdefault(count, deque(maxlen=NUM_TIMES))
-        before = min(times) if len(times) > 1 else None
-        times.append(seconds / self._unit)
-        if before != min(times):
-            self._drafting_found = {}
+        self._draftings.setdefault(count, deque(maxlen=NUM_DRAFTINGS)).append(seconds / min(self._units))
 
-    @property
-    def _unit(self) -> float:
-        return min(unit for _, unit in self._units)
-
-    def _add_plain(self, tokens: int, seconds: float) -> float:
-        """What a step without drafts takes in units. The first number takes 1, and others are compared with numbers
-        that came before them alone: a unit that was compared with itself would drift."""
-        numbers = list(self._plain)
-        earlier = numbers[: numbers.index(tokens)] if tokens in numbers else numbers
-        units = [unit for number, unit in self._units if number in earlier]
-        times = self._plain.setdefault(tokens, deque(maxlen=NUM_TIMES))
-        if units:
-            times.append(seconds / min(units))
-        elif not times:
-            times.append(self.of(tokens) if self._points else 1.0)
-        return median(times)
-
-    def draft_seconds(self, count: int, base: float) -> float:
-        """Of proposing so many drafts."""
-        if count not in self._drafting_found:
-            self._drafting_found[count] = self._draft_seconds(count, base)
-        return self._drafting_found[count]
-
-    def _draft_seconds(self, count: int, base: float) -> float:
-        """Up to twice as many as were ever proposed may take no longer: a block may be one forward."""
-        if not self._drafting:
-            return DRAFT_COST * base * count
-        points = [(0, 0.0)]
-        for n, times in sorted(self._drafting.items()):
-            points.append((n, min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * base * n)))
-        most, longest = points[-1]
-        if count >= most:
-            return longest if count <= 2 * most else longest * count / most
-        return self._between(points, count)
-
-    def of(self, tokens: int) -> float:
-        if tokens not in self._found:
-            self._found[tokens] = self._between(self._points, tokens)
-        return self._found[tokens]
-
-    def _measure(self) -> None:
-        self._least = {tokens: min(times) for tokens, times in self._times.items()}
-        found = self._rising()
-        sure = sorted((tokens, found[tokens]) for tokens, times in self._times.items() if len(times) > 1)
-        if sure:
-            # Of the numbers that were read once, one may have another reason to surprise; several bear each other out.
-            once = {n: found[n] / self._between(sure, n) for n, times in self._times.items() if len(times) == 1}
-            if once and max(once.values()) > SURPRISE:
-                del found[max(once, key=once.__getitem__)]
-        fresh = sorted((tokens, seconds) for tokens, seconds in found.items() if tokens not in self._trust)
-        for tokens in found.keys() & self._trust.keys() if fresh else ():
-            line = self._between(fresh, tokens)
-            found[tokens] = min(found[tokens], line + self._trust[tokens] * (found[tokens] - line))
-        self._points, self._found = sorted(found.items()), {}
-
-    def _rising(self) -> dict[int, float]:
-        """The least times, made to rise by the number of tokens: isotonic regression. Where fewer tokens seem to take
-        longer, few times of them have another reason, and many are averaged."""
-        least, blocks = math.inf, list[tuple[list[int], int, float]]()
-        for tokens in sorted(self._times, reverse=True):
-            numbers, count, mean = [tokens], len(self._times[tokens]), self._least[tokens]
-            if count <= FEW_TIMES:
-                mean = min(mean, least)
-            least = min(mean, least)
-            while blocks and blocks[-1][2] < mean:
-                more, num_times, others = blocks.pop()
-                mean = (count * mean + num_times * others) / (count + num_times)
-                numbers, count = numbers + more, count + num_times
-            blocks.append((numbers, count, mean))
-        return {tokens: mean for numbers, _, mean in blocks for tokens in numbers}
-
-    @staticmethod
-    def _between(points: list[tuple[int, float]], tokens: int) -> float:
-        """A line between the two points around it. Before the first and behind the last, a forward over no token costs
-        as much as FORWARD_COST tokens; behind the last, a token costs no less than on average before."""
-        place = bisect_left(points, (tokens, 0.0))
-        if 0 < place < len(points):
-            (low, first), (high, last) = points[place - 1], points[place]
-            return first + (last - first) * (tokens - low) / (high - low)
-        (low, first), (high, last) = points[0], points[-1]
-        if place == 0:
-            return first * (FORWARD_COST + tokens) / (FORWARD_COST + low)
-        slope = last / (FORWARD_COST + high)
-        if high > low:
-            slope = max(slope, (last - first) / (high - low))
-        return last + slope * (tokens - high)
+    def _fit(self, x: float, y: float, weight: float) -> None:
+        news = (1.0, x, x * x, y, x * y)
+        self._sums = [MEMORY * old + weight * new for old, new in zip(self._sums, news, strict=True)]
+        w, wx, wxx, wy, wxy = self._sums
+        w, wxx = w + PRIOR_STEPS, wxx + PRIOR_STEPS
+        slope = (w * wxy - wx * wy) / (w * wxx - wx * wx)
+        slope = min(max(slope, 0.0), 1.0)
+        jump = (wy - slope * wx) / w
+        if jump < 0:
+            jump, slope = 0.0, min(max(wxy / wxx, 0.0), 1.0)
+        self.jump, self.slope = jump, slope / self._num_rows
