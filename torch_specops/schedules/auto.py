@@ -83,6 +83,7 @@ class Auto(Schedule):
         # In steps without drafts: what drafts have gained, the steps so far, and the least that may be at stake.
         self._account, self._elapsed, self._loan = 0.0, 0, self._lender.num_steps
         self._is_first, self._num_undrafted, self._try_after = True, 0, TRY_AFTER
+        self._is_new, self._assumed = True, None
         # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
         self._sequences: dict[int, _Share] = {}
@@ -142,6 +143,8 @@ class Auto(Schedule):
         room = costs.room(purse) if costs.are_known and not step.is_fixed else num_texts * buckets[-1]
         is_behind = not step.looks_up and not self._is_first and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
+        # The steps that the draft catches up for, should its drafts go on.
+        steps = max(max(step.left) / 4, 1.0)
         reads_prompts = self._is_first and not step.is_refilled
         # Compiled steps read the drafts of all rows, worth it or not.
         least = -math.inf if step.is_fixed or is_trial else per_token
@@ -165,7 +168,7 @@ class Auto(Schedule):
             read = plain * (1 + level) if step.is_fixed else plain + (0 if reads_prompts else len(offers))
             # Looked-up drafts are there already.
             num_proposed = 0 if step.looks_up else level
-            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up
+            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / steps
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
                 choices.append((gain, risk, level, len(offers)))
@@ -195,9 +198,16 @@ class Auto(Schedule):
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         cost = costs.extra(plain, read if step.seconds else plain, count) + step.caught_up * costs.of_drafting(1)
         self._elapsed += 1
+        if self._assumed is not None and costs.are_known_drafts:
+            drafted, assumed = self._assumed
+            self._gain(assumed - costs.of_drafting(drafted))
+            self._assumed = None
+        elif self._is_new and count > 0 and not costs.are_known_drafts:
+            self._assumed = count, costs.of_drafting(count)
+        self._is_new = False
         gain = self._saved(planned, step.accepted, costs) - cost
-        self._account = min(self._account + gain, MOST_SAVED)
-        self._lender.add(gain)
+        self._lender.num_steps += 1
+        self._gain(gain)
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)
             return
@@ -205,6 +215,10 @@ class Auto(Schedule):
             for share in (self._others, self._sequences.get(text)):
                 if proposed > 0 and share is not None:
                     share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
+
+    def _gain(self, gain: float) -> None:
+        self._account = min(self._account + gain, MOST_SAVED)
+        self._lender.add(gain)
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """What the accepted drafts of a step have saved, in steps."""
@@ -299,7 +313,7 @@ class _Lender:
     num_steps: float = STEPS_PER_LOAN
 
     def add(self, gain: float) -> None:
-        self.num_steps = min(max(self.num_steps + 1 + gain / LOST_SHARE, 0.0), STEPS_PER_LOAN)
+        self.num_steps = min(max(self.num_steps + gain / LOST_SHARE, 0.0), STEPS_PER_LOAN)
 
 
 class _Luck:

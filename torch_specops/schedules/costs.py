@@ -58,7 +58,7 @@ class StepCosts:
     def are_known(self) -> bool:
         """Steps without drafts were timed: two, because one may have been slow, and not long ago."""
         is_timed = bool(self._units) or not self.are_few
-        return is_timed and self._num_plain > 1 and self._num_since_plain < STALE_AFTER
+        return self.are_exact or is_timed and self._num_plain > 1 and self._num_since_plain < STALE_AFTER
 
     @property
     def are_few(self) -> bool:
@@ -78,7 +78,8 @@ class StepCosts:
 
     @property
     def _next_most(self) -> int:
-        return 3 * self.most_drafts + max(self._num_rows // 8, 1)
+        most = 3 * self.most_drafts + max(self._num_rows // 8, 1)
+        return most if self.most_drafts > 0 else max(most, int(self.of_drafting(1) / self._first_slope))
 
     @property
     def _most_each(self) -> float:
@@ -94,6 +95,10 @@ class StepCosts:
         """Steps are captured, and timed before they run."""
         return bool(self._exact)
 
+    @property
+    def are_known_drafts(self) -> bool:
+        return bool(self._draftings) or self.are_exact
+
     def extra(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
         """What a step that reads `tokens` takes beyond one without drafts, and with proposing this many drafts per
         row."""
@@ -107,7 +112,8 @@ class StepCosts:
         num_drafts = tokens - num_rows
         if self._exact or num_drafts <= self.most_drafts:
             return self.extra(num_rows, tokens, num_draft_tokens)
-        return self._most_each * num_drafts + self.of_drafting(num_draft_tokens)
+        known = self.jump + self.slope * self.most_drafts if self.most_drafts > 0 else 0.0
+        return known + self._most_each * (num_drafts - self.most_drafts) + self.of_drafting(num_draft_tokens)
 
     def of_drafting(self, count: int) -> float:
         """Of proposing this many drafts per row; beyond the most so far, each takes what the last took."""
