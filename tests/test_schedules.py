@@ -126,12 +126,14 @@ class Loop:
         is_fixed: bool = False,
         is_captured: bool = False,
         is_refilled: bool = False,
+        has_equal_prompts: bool = True,
         slow: Sequence[int] = (),
         speed: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.schedule, self.seconds, self.looks_up, self.drafting = schedule, seconds, looks_up, drafting
         self.is_fixed, self.is_refilled, self.slow = is_fixed or is_captured, is_refilled, slow
         self.is_captured, self.speed = is_captured, speed
+        self.has_equal_prompts = has_equal_prompts
         # The numbers of drafts whose steps were timed.
         self.timed: set[int] = set()
         # Of each step: the drafts that were verified.
@@ -161,6 +163,7 @@ class Loop:
                 size,
                 is_fixed=self.is_fixed,
                 is_refilled=self.is_refilled,
+                reads_prompts=self.has_equal_prompts and num_steps == 0 and not self.is_fixed,
                 looks_up=self.looks_up,
                 asks_again=self.looks_up and not self.is_captured,
             )
@@ -186,9 +189,9 @@ class Loop:
                 counts = [min(num_draft_tokens, own - 1) for own in left]
             accepted = [min(own, right) for own, (_, _, right) in zip(counts, cells, strict=True)]
             read = size * (1 + num_draft_tokens) if self.is_fixed else len(rows) + sum(counts)
-            # The first step reads the prompts too, which takes longer than the drafts do, and is not timed.
-            is_first, num_steps = num_steps == 0 and not self.is_fixed, num_steps + 1
-            seconds = self.seconds(len(rows) if is_first else read)
+            # Reading the prompts takes longer than reading the drafts, and is not timed.
+            num_steps += 1
+            seconds = self.seconds(len(rows) if step.reads_prompts else read)
             caught_up = not self.looks_up and num_draft_tokens > 0 and num_undrafted > 0
             num_undrafted = 0 if num_draft_tokens > 0 else num_undrafted + 1
             drafting = self.drafting * (1 if self.looks_up else num_draft_tokens + caught_up)
@@ -205,7 +208,7 @@ class Loop:
                     num_draft_tokens=num_draft_tokens,
                     known=known,
                     right=None if known is None else [min(n, own) for n, (_, _, own) in zip(known, cells, strict=True)],
-                    seconds=None if is_first else seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
+                    seconds=None if step.reads_prompts else seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
                     draft_seconds=0.0 if self.is_captured else drafting,
                     caught_up=caught_up,
                 )

@@ -255,7 +255,11 @@ class Batch:
         sees_drafts = not self._is_cuda and not (is_fixed and steps.one_graph)
         while True:
             planned = self._planner.plan(
-                self.rows, is_fixed=is_fixed, is_refilled=self._is_refilled, sees_drafts=sees_drafts
+                self.rows,
+                is_fixed=is_fixed,
+                is_refilled=self._is_refilled,
+                sees_drafts=sees_drafts,
+                reads_prompts=self._prefill_length is not None,
             )
             if not is_fixed:
                 return planned

@@ -59,11 +59,11 @@ class Planner:
         self._ready = ready
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
 
-    def plan(self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool) -> PlannedStep:
+    def plan(self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool) -> PlannedStep:
         """The next step.
 
         Args:
-            is_fixed, is_refilled: as in `NextStep`.
+            is_fixed, is_refilled, reads_prompts: as in `NextStep`.
             sees_drafts: the host sees drafts before the target reads them, without waiting for a device.
         """
         active = [index for index, row in enumerate(rows) if not row.ended]
@@ -78,6 +78,7 @@ class Planner:
             num_rows=len(rows),
             is_fixed=is_fixed,
             is_refilled=is_refilled,
+            reads_prompts=reads_prompts,
             looks_up=self._looks_up,
             # Compiled steps with one K leave nothing to choose.
             asks_again=self._looks_up and sees_drafts and not (is_fixed and len(buckets) == 1),

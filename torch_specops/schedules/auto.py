@@ -82,7 +82,7 @@ class Auto(Schedule):
     def reset(self) -> None:
         # In steps without drafts: what drafts have gained, the steps so far, and the least that may be at stake.
         self._account, self._elapsed, self._loan = 0.0, 0, self._lender.num_steps
-        self._is_first, self._num_undrafted, self._try_after = True, 0, TRY_AFTER
+        self._num_undrafted, self._try_after = 0, TRY_AFTER
         self._is_new, self._assumed = True, None
         # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
@@ -95,7 +95,6 @@ class Auto(Schedule):
         counts = self._counts(step)
         if not step.asks_again or step.offered is not None or not any(counts):
             self._num_undrafted = 0 if any(counts) else self._num_undrafted + 1
-            self._is_first = False
         return counts
 
     def _counts(self, step: NextStep) -> list[int]:
@@ -108,9 +107,8 @@ class Auto(Schedule):
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # The first step of a batch reads the prompts, so there only drafting takes time.
-        is_free = self._is_first and not (step.is_fixed or step.is_refilled or step.looks_up)
-        if not costs.are_known and not is_free:
+        # A step that reads the prompts takes no longer with drafts, only drafting does.
+        if not costs.are_known and not (step.reads_prompts and not step.looks_up):
             return nothing
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
         # Steps without drafts say nothing of drafts that are not looked up.
@@ -141,11 +139,10 @@ class Auto(Schedule):
         if is_trial or not costs.are_known:
             levels = levels[:1]
         room = costs.room(purse) if costs.are_known and not step.is_fixed else num_texts * buckets[-1]
-        is_behind = not step.looks_up and not self._is_first and self._num_undrafted > 0
+        is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
         # The steps that the draft catches up for, should its drafts go on.
         steps = max(max(step.left) / 4, 1.0)
-        reads_prompts = self._is_first and not step.is_refilled
         # Compiled steps read the drafts of all rows, worth it or not.
         least = -math.inf if step.is_fixed or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
@@ -165,7 +162,7 @@ class Auto(Schedule):
                 luck.add(index, place, reached[index][place])
             offers, before = offers + more, level
             # Drafts of the first step are read with the prompts.
-            read = plain * (1 + level) if step.is_fixed else plain + (0 if reads_prompts else len(offers))
+            read = plain * (1 + level) if step.is_fixed else plain + (0 if step.reads_prompts else len(offers))
             # Looked-up drafts are there already.
             num_proposed = 0 if step.looks_up else level
             gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / steps

@@ -24,6 +24,7 @@ class NextStep:
         is_refilled: True = rows that end get new texts, so that no text waits for another.
         looks_up: True = drafts cost no forward.
         asks_again: True = all drafts that are planned are looked up, and the step is planned again when they are known.
+        reads_prompts: the target reads the prompts in this step, and is not timed.
         offered: how many drafts were found for each text; None = they are not known yet.
         matches: how many tokens at the end of each text led to its drafts (`Draft.matches`); None = not known.
     """
@@ -36,6 +37,7 @@ class NextStep:
     is_refilled: bool = False
     looks_up: bool = False
     asks_again: bool = False
+    reads_prompts: bool = False
     offered: Sequence[int] | None = None
     matches: Sequence[int] | None = None
 

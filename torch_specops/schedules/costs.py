@@ -47,6 +47,7 @@ class StepCosts:
         self.most_drafts, self._first_slope = 0, 1 / (FIXED_TOKENS + num_rows)
         self._units: deque[float] = deque(maxlen=NUM_UNITS)
         self._num_plain = self._num_since_plain = 0
+        self._units_are_old = False
         self._exact: dict[int, float] = {}
         # Over steps with drafts, of 1, x, x * x, y and x * y: x = (n - B) / B, y = the cost beyond 1.
         self._sums = [0.0] * 5
@@ -57,8 +58,7 @@ class StepCosts:
     @property
     def are_known(self) -> bool:
         """Steps without drafts were timed: two, because one may have been slow, and not long ago."""
-        is_timed = bool(self._units) or not self.are_few
-        return self.are_exact or is_timed and self._num_plain > 1 and self._num_since_plain < STALE_AFTER
+        return self.are_exact or bool(self._units) and self._num_plain > 1 and self._num_since_plain < STALE_AFTER
 
     @property
     def are_few(self) -> bool:
@@ -67,8 +67,8 @@ class StepCosts:
 
     def begin(self) -> None:
         """Another batch: its sequences may be longer or shorter, and all steps slower or faster."""
-        self._units.clear()
-        self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
+        self._units_are_old = True
+        self._num_since_plain = max(self._num_since_plain, STALE_AFTER - (8 if self.are_few else 32))
 
     def room(self, purse: float) -> int:
         """The most drafts of a step to read next: more than ever before are approached in steps, and may cost no more
@@ -132,10 +132,15 @@ class StepCosts:
 
     def add(self, num_rows: int, tokens: int, seconds: float) -> None:
         """A step that was timed while it ran, of `num_rows` rows that had not ended."""
+        if self._exact:
+            return
         num_drafts, expected = tokens - num_rows, self.of(num_rows)
         if num_drafts == 0:
             self._num_plain += 1
             self._num_since_plain = 0
+            if self._units_are_old:
+                self._units.clear()
+                self._units_are_old = False
             self._units.append(seconds / expected)
             if self._first_drafting is not None:
                 self.add_drafting(*self._first_drafting)
@@ -148,9 +153,12 @@ class StepCosts:
         if num_drafts > self._next_most:
             most = max(most, tokens / num_rows)
         self.most_drafts = max(self.most_drafts, num_drafts)
-        if not self._units and not self.are_few:
+        if self._units_are_old and self._units:
+            if not self.are_few:
+                self._units.clear()
+                self._units_are_old = False
             self._units.append(seconds / expected)
-        if self._units and not self._exact:
+        if self._units:
             cost = min(seconds / min(self._units), most)
             weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
             self._fit(tokens / self._num_rows - 1, cost - 1, weight)
