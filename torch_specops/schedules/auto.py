@@ -83,7 +83,7 @@ class Auto(Schedule):
         # In steps without drafts: what drafts have gained, the steps so far, and the least that may be at stake.
         self._account, self._elapsed, self._loan = 0.0, 0, self._lender.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
-        self._is_new, self._assumed = True, None
+        self._unjudged: tuple[PastStep, float] | None = None
         # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
         self._sequences: dict[int, _Share] = {}
@@ -107,8 +107,9 @@ class Auto(Schedule):
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # A step that reads the prompts takes no longer with drafts, only drafting does.
-        if not costs.are_known and not (step.reads_prompts and not step.looks_up):
+        # What the first step of all takes is judged afterwards.
+        is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_fixed or step.looks_up)
+        if not costs.are_known and not is_first:
             return nothing
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
         # Steps without drafts say nothing of drafts that are not looked up.
@@ -138,7 +139,7 @@ class Auto(Schedule):
         levels = [level for level in buckets if level > 0] if step.is_fixed else list(range(1, buckets[-1] + 1))
         if is_trial or not costs.are_known:
             levels = levels[:1]
-        room = costs.room(purse) if costs.are_known and not step.is_fixed else num_texts * buckets[-1]
+        room = num_texts * buckets[-1] if step.is_fixed or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
         # The steps that the draft catches up for, should its drafts go on.
@@ -182,9 +183,7 @@ class Auto(Schedule):
 
     def learn(self, step: PastStep) -> None:
         planned, count = step.planned, step.num_draft_tokens
-        costs, num_texts = self._costs_of(planned), len(planned.texts)
-        plain = planned.num_rows if planned.is_fixed else num_texts
-        read = plain * (1 + count) if planned.is_fixed else plain + sum(step.proposed)
+        costs, (plain, read) = self._costs_of(planned), self._tokens_read(step)
         if not step.proposed:
             if step.seconds:
                 costs.add_captured(read, step.seconds, is_plain=count == 0)
@@ -193,18 +192,16 @@ class Auto(Schedule):
             costs.add(plain, read, step.seconds)
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
-        cost = costs.extra(plain, read if step.seconds else plain, count) + step.caught_up * costs.of_drafting(1)
         self._elapsed += 1
-        if self._assumed is not None and costs.are_known_drafts:
-            drafted, assumed = self._assumed
-            self._gain(assumed - costs.of_drafting(drafted))
-            self._assumed = None
-        elif self._is_new and count > 0 and not costs.are_known_drafts:
-            self._assumed = count, costs.of_drafting(count)
-        self._is_new = False
-        gain = self._saved(planned, step.accepted, costs) - cost
         self._lender.num_steps += 1
-        self._gain(gain)
+        cost = self._cost(step, costs)
+        if count > 0 and not costs.are_known:
+            self._unjudged = step, cost
+        elif self._unjudged is not None and costs.are_known:
+            first, assumed = self._unjudged
+            self._gain(assumed - self._cost(first, costs))
+            self._unjudged = None
+        self._gain(self._saved(planned, step.accepted, costs) - cost)
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)
             return
@@ -212,6 +209,20 @@ class Auto(Schedule):
             for share in (self._others, self._sequences.get(text)):
                 if proposed > 0 and share is not None:
                     share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
+
+    def _cost(self, step: PastStep, costs: StepCosts) -> float:
+        """What the drafts of a step took."""
+        plain, read = self._tokens_read(step)
+        drafting = step.caught_up * costs.of_drafting(1)
+        return drafting + costs.extra(plain, read if step.seconds else plain, step.num_draft_tokens)
+
+    @staticmethod
+    def _tokens_read(step: PastStep) -> tuple[int, int]:
+        """By the target in a step without drafts, and in this one."""
+        if step.planned.is_fixed:
+            return step.planned.num_rows, step.planned.num_rows * (1 + step.num_draft_tokens)
+        plain = len(step.planned.texts)
+        return plain, plain + sum(step.proposed)
 
     def _gain(self, gain: float) -> None:
         self._account = min(self._account + gain, MOST_SAVED)

@@ -54,6 +54,7 @@ class StepCosts:
         self._draftings: dict[int, deque[float]] = {}
         # Seconds that were measured before there was a unit.
         self._first_drafting: tuple[int, float] | None = None
+        self._first_step: tuple[int, int, float] | None = None
 
     @property
     def are_known(self) -> bool:
@@ -145,23 +146,28 @@ class StepCosts:
             if self._first_drafting is not None:
                 self.add_drafting(*self._first_drafting)
                 self._first_drafting = None
+            if self._first_step is not None:
+                first, self._first_step = self._first_step, None
+                self.add(*first)
             return
         expected += self.jump + self.slope * num_drafts
         self._num_since_plain += 1
+        if not self._units:
+            self._first_step = num_rows, tokens, seconds
+            return
         # A compiled step may read many drafts at once, each of which may take as long as a token alone.
         most = LARGEST_SURPRISE * expected
         if num_drafts > self._next_most:
             most = max(most, tokens / num_rows)
         self.most_drafts = max(self.most_drafts, num_drafts)
-        if self._units_are_old and self._units:
+        if self._units_are_old:
             if not self.are_few:
                 self._units.clear()
                 self._units_are_old = False
             self._units.append(seconds / expected)
-        if self._units:
-            cost = min(seconds / min(self._units), most)
-            weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
-            self._fit(tokens / self._num_rows - 1, cost - 1, weight)
+        cost = min(seconds / min(self._units), most)
+        weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
+        self._fit(tokens / self._num_rows - 1, cost - 1, weight)
 
     def add_captured(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
         """A captured step that was timed alone."""
