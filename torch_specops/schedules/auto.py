@@ -15,7 +15,7 @@ LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
 # What drafts have gained may be lost again, up to so many steps.
 MOST_SAVED = 4.0
 # A batch may lose as much as one of this many steps, however short it is, if as many have passed since the last loss.
-STEPS_PER_LOAN = 40
+STEPS_PER_LOAN, LARGEST_LOAN = 24, 120
 # Looked-up drafts: the chance that the next token is right after a match of n tokens, from a table until WEIGHT such
 # drafts were seen. MEMORY: each draft makes the drafts before it count less.
 LONGEST = 20
@@ -81,6 +81,7 @@ class Auto(Schedule):
 
     def reset(self) -> None:
         # In steps without drafts: what drafts have gained, the steps so far, and the least that may be at stake.
+        self._lender.num_steps = min(max(self._lender.num_steps, 0.0), LARGEST_LOAN)
         self._account, self._elapsed, self._loan = 0.0, 0, self._lender.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
         self._unjudged: tuple[PastStep, float] | None = None
@@ -147,7 +148,8 @@ class Auto(Schedule):
         # Compiled steps read the drafts of all rows, worth it or not.
         least = -math.inf if step.is_fixed or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
-        choices: list[tuple[float, float, int, int]] = []
+        choices: list[tuple[float, float, float, int, int]] = []
+        begins = not step.looks_up and (self._num_undrafted > 0 or self._elapsed == 0)
         worth, before = 0.0, 0
         for level in levels:
             more = [
@@ -169,10 +171,12 @@ class Auto(Schedule):
             gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / steps
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
-                choices.append((gain, risk, level, len(offers)))
-        if not choices:
+                needed = max(2 * risk, risk + 2 * base * luck.dip(gain) if begins else 0.0)
+                choices.append((gain, risk, needed, level, len(offers)))
+        safe = [choice for choice in choices if choice[2] <= purse]
+        if not choices or (begins and not safe and not costs.are_few and self._loan < LARGEST_LOAN):
             return [0] * num_texts
-        *_, level, total = max([choice for choice in choices if 2 * choice[1] <= purse] or choices)
+        *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice[1])
         if step.is_fixed:
             return step.at_most(level)
         chosen = offers[:total] if total <= room else sorted(offers[:total], reverse=True)[:room]
@@ -226,7 +230,7 @@ class Auto(Schedule):
 
     def _gain(self, gain: float) -> None:
         self._account = min(self._account + gain, MOST_SAVED)
-        self._lender.add(gain)
+        self._lender.num_steps += gain / LOST_SHARE
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """What the accepted drafts of a step have saved, in steps."""
@@ -316,12 +320,9 @@ class _Share:
 
 @dataclass
 class _Lender:
-    """The steps since drafts lost, at most STEPS_PER_LOAN, over all batches: short batches may try drafts too."""
+    """The steps that pay for losses to come, over all batches: what one did not lose, another may."""
 
     num_steps: float = STEPS_PER_LOAN
-
-    def add(self, gain: float) -> None:
-        self.num_steps = min(max(self.num_steps + gain / LOST_SHARE, 0.0), STEPS_PER_LOAN)
 
 
 class _Luck:
@@ -357,3 +358,8 @@ class _Luck:
         if not self.matters:
             return 0.0
         return self._z * math.sqrt(max(self._variance, 0.0) * (1 + self._mean) / self._left)
+
+    def dip(self, gain: float) -> float:
+        """How far the slowest sequence falls behind steps without drafts, in drafts, before a gain of so much per step
+        makes up for it: the most of z sqrt(S v) - S gain over S."""
+        return self._z**2 * self._variance * (1 + self._mean) / (4 * gain) if gain > 0 else 0.0
