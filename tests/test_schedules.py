@@ -111,6 +111,7 @@ class Loop:
     Args:
         looks_up: drafts are known before they are verified; otherwise each costs `drafting` seconds.
         is_fixed: all rows read as many tokens as the one with most, and as a bucket has.
+        has_equal_prompts: the first step reads the prompts.
         is_captured: no draft is known before it is verified, and a step is timed before it runs the first time.
         slow: the steps that take five times as long, for another reason.
         speed: how many times as long as said the next step takes.
@@ -208,7 +209,9 @@ class Loop:
                     num_draft_tokens=num_draft_tokens,
                     known=known,
                     right=None if known is None else [min(n, own) for n, (_, _, own) in zip(known, cells, strict=True)],
-                    seconds=None if step.reads_prompts else seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
+                    seconds=None
+                    if step.reads_prompts
+                    else seconds * (5 if len(self.counts) in self.slow else 1) * self.speed(),
                     draft_seconds=0.0 if self.is_captured else drafting,
                     caught_up=caught_up,
                 )
@@ -255,34 +258,42 @@ def test_drafts_that_are_planned_as_many_as_pay(drafting: float, chance: float, 
 @pytest.mark.parametrize("seconds", [flat, dear, stepped])
 @pytest.mark.parametrize("match", [2, 12, 30])
 def test_what_wrong_drafts_may_cost(match: int, seconds: Seconds, length: int, num_texts: int) -> None:
-    """2 % in every batch, the first too; one step more where a token takes as long as a step, which nobody knows
-    before it was tried."""
+    """2 % of the batches so far, and of the first; one step more where a token takes as long as a step, which nobody
+    knows before it was tried."""
     texts = [a_text(length, lambda position: 0.0, match=match) for _ in range(num_texts)]
     for options in ({}, {"looks_up": False, "drafting": 0.4}):
         loop = Loop(Auto(10), seconds, **options)
         plain = length * seconds(num_texts)
-        first, second = (loop.run(texts) / plain for _ in range(2))
+        times = [loop.run(texts) / plain for _ in range(4)]
         found_out = 1 / length if seconds is dear else 0.0
-        assert first < 1.02 + found_out and second < 1.02, (options, first, second)
+        for count in range(1, 5):
+            assert sum(times[:count]) < 1.02 * count + found_out, (options, times)
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"has_equal_prompts": False}, {"is_captured": True}], ids=["eager", "ragged", "captured"]
+)
 @pytest.mark.parametrize("drafting", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("num_texts", [1, 8, 20, 64])
-def test_a_static_batch_finds_what_pays_within_a_short_call(num_texts: int, drafting: float, is_captured: bool) -> None:
-    """Calls of 40 tokens on a device where all tokens of a step take as long as one: never 2 % slower than no draft.
-    Drafts that are free are found in the first call; drafts that take more in the first three, but for K = 1 at a cost
-    of 0.3 in batches, whose first loss is all that 2 % of 40 steps allow."""
+def test_a_static_batch_finds_what_pays_within_short_calls(
+    num_texts: int, drafting: float, options: dict[str, Any]
+) -> None:
+    """Calls of 40 tokens on a device where all tokens of a step take as long as one. The first call is never 2 % slower
+    than no draft, nor are all calls so far. Drafts that are often right are found in the first call if they cost
+    nothing, in the second at 0.1 of a step, and in the third at 0.3: there all that 2 % of 40 steps allow is one
+    loss."""
+    options = {"looks_up": False, "drafting": drafting, **options}
     for chance in (0.0, 0.3, 0.6, 0.9):
         schedule, times, best = Auto(10), [], []
         for call in range(3):
             texts = [a_text(40, lambda position, chance=chance: chance, 100 * call + row) for row in range(num_texts)]
-            options: dict[str, Any] = {"looks_up": False, "drafting": drafting, "is_captured": is_captured}
             times.append(Loop(schedule, lambda tokens: 1.0, **options).run(texts) / 40)
             best.append(best_constant(texts, lambda tokens: 1.0, **options) / 40)
-        assert max(times) < 1.02, (chance, times)
-        if chance == 0.9 and (drafting < 0.3 or num_texts == 1 or is_captured):
-            assert times[-1] < 0.85, (chance, times, best)
+            # A later call may lose two steps that the calls before it saved.
+            assert times[-1] < 1.05, (chance, times)
+            assert sum(times) < 1.02 * len(times), (chance, times)
+        if chance == 0.9:
+            assert times[{0.0: 0, 0.1: 1, 0.3: 2}[drafting]] < 0.9, (chance, times, best)
         if chance > 0 and drafting == 0:
             assert times[0] < 1 - 0.35 * (1 - best[0]), (chance, times, best)
 

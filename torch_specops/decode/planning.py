@@ -59,7 +59,9 @@ class Planner:
         self._ready = ready
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
 
-    def plan(self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool) -> PlannedStep:
+    def plan(
+        self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool
+    ) -> PlannedStep:
         """The next step.
 
         Args:

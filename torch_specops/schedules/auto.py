@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 from .costs import DRAFT_COST, StepCosts
 
-# The part of a batch's steps that drafts may lose; of a long batch so many steps at first, and then a smaller part.
+# Drafts may lose this part of a batch's steps; in a long batch, LOAN steps and LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# What drafts have gained may be lost again, up to so many steps.
+# In a batch, gains of up to this many steps may be lost again.
 MOST_SAVED = 4.0
-# A batch may lose as much as one of this many steps, however short it is, if as many have passed since the last loss.
-STEPS_PER_LOAN, LARGEST_LOAN = 24, 120
+# A batch may lose what earlier batches did not lose, up to the share of this many steps; the first has a few.
+FIRST_RESERVE, LARGEST_RESERVE = 24, 120
 # Looked-up drafts: the chance that the next token is right after a match of n tokens, from a table until WEIGHT such
 # drafts were seen. MEMORY: each draft makes the drafts before it count less.
 LONGEST = 20
@@ -44,8 +45,9 @@ class Auto(Schedule):
 
     After every step the schedule knows what drafts have lost so far: the time that has passed and the steps without
     drafts that would remain, against the steps without drafts at the beginning. A step may have drafts only if this
-    loss stays below 1.65 % of the batch (of its limit, if it ends early) should they all be wrong. A step that takes
-    longer than was expected may pass that bound once.
+    loss stays below 1.65 % of the batch (of its limit, if it ends early) should they all be wrong. A batch may also
+    lose what earlier batches were allowed to lose and did not, up to two steps. A step that takes longer than was
+    expected may pass that bound once.
 
     What was learned of times, and of drafts in general, is kept from batch to batch.
 
@@ -76,14 +78,15 @@ class Auto(Schedule):
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(CHANCE_OF_OTHERS * WEIGHT_OF_OTHERS, WEIGHT_OF_OTHERS)
-        self._lender = _Lender()
+        self._reserve = _Reserve()
         self.reset()
 
     def reset(self) -> None:
-        # In steps without drafts: what drafts have gained, the steps so far, and the least that may be at stake.
-        self._lender.num_steps = min(max(self._lender.num_steps, 0.0), LARGEST_LOAN)
-        self._account, self._elapsed, self._loan = 0.0, 0, self._lender.num_steps
+        self._reserve.num_steps = min(max(self._reserve.num_steps, 0.0), LARGEST_RESERVE)
+        # In steps without drafts: what drafts have gained, the steps so far, and the reserve when the batch began.
+        self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
+        # A step with drafts before any without, and what it was assumed to cost.
         self._unjudged: tuple[PastStep, float] | None = None
         # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
@@ -101,14 +104,14 @@ class Auto(Schedule):
     def _counts(self, step: NextStep) -> list[int]:
         costs, nothing = self._costs_of(step), [0] * len(step.texts)
         rooms = step.at_most(self.buckets[-1])
-        steps = max(self._elapsed + max(step.left, default=0), self._loan)
+        steps = max(self._elapsed + max(step.left, default=0), self._reserved)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
         purse = self._account + allowance
         if not any(rooms) or purse <= 0:
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # What the first step of all takes is judged afterwards.
+        # The first step has drafts before costs are known, because the draft has read all tokens there.
         is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_fixed or step.looks_up)
         if not costs.are_known and not is_first:
             return nothing
@@ -130,8 +133,8 @@ class Auto(Schedule):
     def _best(
         self, step: NextStep, costs: StepCosts, reached: list[list[float]], purse: float, is_trial: bool = False
     ) -> list[int]:
-        """The counts with the largest gain among those whose loss the purse bears, if possible twice: bad luck in one
-        step should not end all drafting. All 0 if none gains; a trial needs no gain."""
+        """The counts with the largest gain among those whose loss the purse bears. All 0 if none gains, except in a
+        trial."""
         num_texts, buckets = len(reached), self.buckets
         plain = step.num_rows if step.is_fixed else num_texts
         base, per_token = costs.of(plain), 0.0 if step.is_fixed else costs.slope
@@ -143,13 +146,11 @@ class Auto(Schedule):
         room = num_texts * buckets[-1] if step.is_fixed or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
-        # The steps that the draft catches up for, should its drafts go on.
-        steps = max(max(step.left) / 4, 1.0)
+        begins = is_behind or (not step.looks_up and self._elapsed == 0)
         # Compiled steps read the drafts of all rows, worth it or not.
         least = -math.inf if step.is_fixed or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
-        choices: list[tuple[float, float, float, int, int]] = []
-        begins = not step.looks_up and (self._num_undrafted > 0 or self._elapsed == 0)
+        choices: list[_Choice] = []
         worth, before = 0.0, 0
         for level in levels:
             more = [
@@ -164,19 +165,20 @@ class Auto(Schedule):
             for _, place, index in more if luck.matters else ():
                 luck.add(index, place, reached[index][place])
             offers, before = offers + more, level
-            # Drafts of the first step are read with the prompts.
             read = plain * (1 + level) if step.is_fixed else plain + (0 if step.reads_prompts else len(offers))
             # Looked-up drafts are there already.
             num_proposed = 0 if step.looks_up else level
-            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / steps
+            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / max(step.left)
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
+                # Bad luck in one step should not end all drafting.
                 needed = max(2 * risk, risk + 2 * base * luck.dip(gain) if begins else 0.0)
-                choices.append((gain, risk, needed, level, len(offers)))
-        safe = [choice for choice in choices if choice[2] <= purse]
-        if not choices or (begins and not safe and not costs.are_few and self._loan < LARGEST_LOAN):
+                choices.append(_Choice(gain, risk, needed, level, len(offers)))
+        safe = [choice for choice in choices if choice.needed <= purse]
+        may_wait = begins and not costs.are_few and self._reserved < LARGEST_RESERVE
+        if not choices or (may_wait and not safe):
             return [0] * num_texts
-        *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice[1])
+        *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
         if step.is_fixed:
             return step.at_most(level)
         chosen = offers[:total] if total <= room else sorted(offers[:total], reverse=True)[:room]
@@ -197,7 +199,7 @@ class Auto(Schedule):
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         self._elapsed += 1
-        self._lender.num_steps += 1
+        self._reserve.num_steps += 1
         cost = self._cost(step, costs)
         if count > 0 and not costs.are_known:
             self._unjudged = step, cost
@@ -230,7 +232,7 @@ class Auto(Schedule):
 
     def _gain(self, gain: float) -> None:
         self._account = min(self._account + gain, MOST_SAVED)
-        self._lender.num_steps += gain / LOST_SHARE
+        self._reserve.num_steps += gain / LOST_SHARE
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """What the accepted drafts of a step have saved, in steps."""
@@ -319,10 +321,26 @@ class _Share:
 
 
 @dataclass
-class _Lender:
-    """The steps that pay for losses to come, over all batches: what one did not lose, another may."""
+class _Reserve:
+    """The steps whose share drafts may still lose, over all batches."""
 
-    num_steps: float = STEPS_PER_LOAN
+    num_steps: float = FIRST_RESERVE
+
+
+class _Choice(NamedTuple):
+    """To verify the first offers, up to this many drafts per row.
+
+    Args:
+        gain: that is expected, in steps.
+        risk: the loss if all drafts are wrong.
+        needed: what drafting should be able to lose before it ends.
+    """
+
+    gain: float
+    risk: float
+    needed: float
+    level: int
+    num_offers: int
 
 
 class _Luck:
@@ -360,6 +378,6 @@ class _Luck:
         return self._z * math.sqrt(max(self._variance, 0.0) * (1 + self._mean) / self._left)
 
     def dip(self, gain: float) -> float:
-        """How far the slowest sequence falls behind steps without drafts, in drafts, before a gain of so much per step
-        makes up for it: the most of z sqrt(S v) - S gain over S."""
+        """How far the slowest sequence falls behind one without drafts before this gain per step makes up for it, in
+        drafts: the maximum of z sqrt(S v) - S gain over S."""
         return self._z**2 * self._variance * (1 + self._mean) / (4 * gain) if gain > 0 else 0.0

@@ -10,7 +10,7 @@ NUM_UNITS = 4
 STALE_AFTER = 64
 # A step counts this much less with each step after it.
 MEMORY = 63 / 64
-# A batch that begins with drafts tells its unit by their expected cost, unless this is known from fewer steps.
+# After this many steps with drafts, their expected cost tells the unit of a batch that begins with drafts.
 FEW_STEPS = 4
 # A step that is slower than expected counts this much: other work may be the reason.
 WEIGHT_OF_SLOW_STEPS = 0.25
@@ -52,14 +52,16 @@ class StepCosts:
         # Over steps with drafts, of 1, x, x * x, y and x * y: x = (n - B) / B, y = the cost beyond 1.
         self._sums = [0.0] * 5
         self._draftings: dict[int, deque[float]] = {}
+        # What proposing takes, by the number of drafts.
+        self._points: list[tuple[int, float]] = []
         # Seconds that were measured before there was a unit.
         self._first_drafting: tuple[int, float] | None = None
         self._first_step: tuple[int, int, float] | None = None
 
     @property
     def are_known(self) -> bool:
-        """Steps without drafts were timed: two, because one may have been slow, and not long ago."""
-        return self.are_exact or bool(self._units) and self._num_plain > 1 and self._num_since_plain < STALE_AFTER
+        """Steps without drafts were timed: two, because one may have been slow, and not long ago; or captured."""
+        return self.are_exact or (bool(self._units) and self._num_plain > 1 and self._num_since_plain < STALE_AFTER)
 
     @property
     def are_few(self) -> bool:
@@ -67,9 +69,10 @@ class StepCosts:
         return self._sums[0] < FEW_STEPS
 
     def begin(self) -> None:
-        """Another batch: its sequences may be longer or shorter, and all steps slower or faster."""
+        """Another batch: its sequences may be longer or shorter, and all steps slower or faster. The old unit serves
+        until a step without drafts is timed."""
         self._units_are_old = True
-        self._num_since_plain = max(self._num_since_plain, STALE_AFTER - (8 if self.are_few else 32))
+        self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
 
     def room(self, purse: float) -> int:
         """The most drafts of a step to read next: more than ever before are approached in steps, and may cost no more
@@ -79,8 +82,10 @@ class StepCosts:
 
     @property
     def _next_most(self) -> int:
-        most = 3 * self.most_drafts + max(self._num_rows // 8, 1)
-        return most if self.most_drafts > 0 else max(most, int(self.of_drafting(1) / self._first_slope))
+        if self.most_drafts > 0:
+            return 3 * self.most_drafts + max(self._num_rows // 8, 1)
+        # Reading the first drafts may cost as much as proposing them.
+        return max(self._num_rows // 8, int(self.of_drafting(1) / self._first_slope), 1)
 
     @property
     def _most_each(self) -> float:
@@ -96,10 +101,6 @@ class StepCosts:
         """Steps are captured, and timed before they run."""
         return bool(self._exact)
 
-    @property
-    def are_known_drafts(self) -> bool:
-        return bool(self._draftings) or self.are_exact
-
     def extra(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
         """What a step that reads `tokens` takes beyond one without drafts, and with proposing this many drafts per
         row."""
@@ -113,20 +114,16 @@ class StepCosts:
         num_drafts = tokens - num_rows
         if self._exact or num_drafts <= self.most_drafts:
             return self.extra(num_rows, tokens, num_draft_tokens)
-        known = self.jump + self.slope * self.most_drafts if self.most_drafts > 0 else 0.0
-        return known + self._most_each * (num_drafts - self.most_drafts) + self.of_drafting(num_draft_tokens)
+        measured = self.jump + self.slope * self.most_drafts if self.most_drafts > 0 else 0.0
+        return measured + self._most_each * (num_drafts - self.most_drafts) + self.of_drafting(num_draft_tokens)
 
     def of_drafting(self, count: int) -> float:
         """Of proposing this many drafts per row; beyond the most so far, each takes what the last took."""
-        if not self._draftings:
+        if not self._points:
             return self._draft_cost * count
         low, first = 0, 0.0
-        points = [
-            (number, min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * number))
-            for number, times in sorted(self._draftings.items())
-        ]
-        for high, last in points:
-            if count <= high or high == points[-1][0]:
+        for high, last in self._points:
+            if count <= high or high == self._points[-1][0]:
                 return first + max(last - first, 0.0) * (count - low) / (high - low)
             low, first = high, last
         return first
@@ -192,6 +189,10 @@ class StepCosts:
             self._first_drafting = count, seconds
             return
         self._draftings.setdefault(count, deque(maxlen=NUM_DRAFTINGS)).append(seconds / min(self._units))
+        self._points = [
+            (number, min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * number))
+            for number, times in sorted(self._draftings.items())
+        ]
 
     def _fit(self, x: float, y: float, weight: float) -> None:
         news = (1.0, x, x * x, y, x * y)
