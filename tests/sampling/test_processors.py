@@ -133,7 +133,7 @@ def test_sampled_text_has_the_law(kind: str, num_draft_tokens: int, options: dic
     expect_laws(report, f"processors, {kind} draft, K = {num_draft_tokens}, {options}", found)
 
 
-def wrongly_processed(shift: int, state: DecodeState, drafts: Tensor, target_logits: Tensor) -> Tensor:
+def wrongly_processed(shift: int, state: DecodeState, drafts: Tensor, target_logits: Tensor, _: object) -> Tensor:
     """Each position sees the prefix alone (shift = 0), or one draft more than come before it (1)."""
     lengths = state.lengths.unsqueeze(1) + torch.zeros(drafts.shape[1] + 1, dtype=torch.int64)
     if shift:

@@ -80,21 +80,16 @@ class Verifier:
     beta: float = 1e3
 
     def __post_init__(self) -> None:
-        for name in ("lenience", "argmax_lenience", "alpha", "beta"):
+        numbers = {"alpha": "sigmoid", "beta": "sigmoid", "lenience": "exact", "argmax_lenience": "exact"}
+        for name in numbers:
             object.__setattr__(self, name, checks.check_number(name, getattr(self, name)))
         checks.check_bounds(self.alpha, self.beta)
-        for name in ("alpha", "beta"):
+        checks.check_fraction("lenience", self.lenience)
+        checks.check_fraction("argmax_lenience", self.argmax_lenience)
+        for name, op in numbers.items():
             given, default = getattr(self, name), getattr(Verifier, name)
-            if given != default and self.op != "sigmoid":
-                raise ValueError(
-                    f"{name}: only verify='sigmoid' has it; expected {default}, got {given} with {self.op!r}"
-                )
-        for name, value in (("lenience", self.lenience), ("argmax_lenience", self.argmax_lenience)):
-            checks.check_fraction(name, value)
-            if value < 1.0 and self.op != "exact":
-                raise ValueError(
-                    f"{name}: only verify='exact' can be lenient; expected 1, got {value} with {self.op!r}"
-                )
+            if given != default and self.op != op:
+                raise ValueError(f"{name}: only verify={op!r} has it; expected {default}, got {given} with {self.op!r}")
         if self.op not in ("exact", "block", "gumbel", "sigmoid"):
             raise ValueError(f"verify: expected 'exact', 'block', 'gumbel' or 'sigmoid', got {self.op!r}")
 
@@ -173,38 +168,11 @@ def verify_and_commit(
         plan: of an eager step; None = all drafts are verified, and the target has read all but the newest token.
     """
     plan = StepPlan(proposal.tokens.shape[1]) if plan is None else plan
-    choose, on_logits = plan.choose, plan.on_logits
-    proposal, num_proposed = checked_drafts(proposal, state, target)
-    if choose is not None and proposal.tokens.shape[1] > 0:
-        proposal, num_proposed = _first_drafts(proposal, choose(proposal, num_proposed))
-    num_draft_tokens = proposal.tokens.shape[1]
-    num_unread = plan.prefill_length or 1
-    index = torch.arange(num_unread + num_draft_tokens, device=state.tokens.device)
-    positions = readable_positions(target, (state.lengths - num_unread).unsqueeze(1) + index)
-    unread = state.tokens.gather(1, positions[:, :num_unread])
-    if num_draft_tokens > 0:
-        # Padding is the newest token, which a row that has ended may have at the last readable position.
-        drafts = torch.where(proposal.tokens < 0, unread[:, -1:], proposal.tokens)
-        unread = torch.cat([unread, drafts], 1)
-    is_ragged = choose is not None and plan.prefill_length is None and unread.shape[0] > 1
-    if is_ragged and can_read_rows(target):
-        # Processors, and those who keep the logits, get all rows, and may not take NaN.
-        is_filled = on_logits is not None or state.sampling.processors is not None
-        target_logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
-    else:
-        target_logits = target.forward(unread, positions, num_draft_tokens + 1)
-    if on_logits is not None:
-        on_logits(target_logits)
-    processed = _processed(state, proposal.tokens, target_logits)
-    if bitmask is not None:
-        processed = allowed_logits(processed, bitmask[:, : num_draft_tokens + 1])
-    numbers = (state.seeds, state.lengths) if verify.op == "gumbel" else _uniforms(state, num_draft_tokens)
-    output_tokens, num_accepted = verify(processed, proposal, numbers, state.sampling)
-    logprobs = None
-    if state.logprobs_of is not None:
-        logits = target_logits if state.logprobs_of == "raw" else processed
-        num_top = 0 if state.top_tokens is None else state.top_tokens.shape[2]
-        logprobs = log_probabilities(logits, output_tokens, state.sampling, state.logprobs_of, num_top)
+    proposal, num_proposed = _chosen_drafts(target, state, proposal, plan)
+    target_logits = _read_drafts(target, state, proposal.tokens, num_proposed, plan)
+    processed = _processed(state, proposal.tokens, target_logits, bitmask)
+    output_tokens, num_accepted = verify(processed, proposal, _random_numbers(state, proposal, verify), state.sampling)
+    logprobs = _logprobs(state, target_logits, processed, output_tokens)
     return _commit(state, output_tokens, num_accepted, num_proposed, logprobs)
 
 
@@ -231,8 +199,12 @@ def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
 
-def _first_drafts(proposal: Draft, counts: list[int]) -> tuple[Draft, Tensor]:
-    """The first drafts of every row, as many as `counts` says, and these numbers [B]."""
+def _chosen_drafts(target: LanguageModel, state: DecodeState, proposal: Draft, plan: StepPlan) -> tuple[Draft, Tensor]:
+    """The drafts to verify, and how many each row has [B]."""
+    proposal, num_proposed = checked_drafts(proposal, state, target)
+    if plan.choose is None or proposal.tokens.shape[1] == 0:
+        return proposal, num_proposed
+    counts = plan.choose(proposal, num_proposed)
     most, num_proposed = max(counts), torch.tensor(counts, device="cpu")
     if min(counts) == proposal.tokens.shape[1]:
         return proposal, num_proposed
@@ -241,21 +213,55 @@ def _first_drafts(proposal: Draft, counts: list[int]) -> tuple[Draft, Tensor]:
     return Draft(tokens, *probabilities), num_proposed
 
 
-def _processed(state: DecodeState, drafts: Tensor, target_logits: Tensor) -> Tensor:
-    """The target's logits [B, K+1, V] after the processors: position i comes after the prefix and i drafts [B, K]."""
-    if state.sampling.processors is None:
-        return target_logits
-    lengths = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    text = state.tokens.scatter(1, lengths[:, :-1], drafts)
-    return state.sampling.process(target_logits, text, lengths)
+def _read_drafts(
+    target: LanguageModel, state: DecodeState, drafts: Tensor, num_proposed: Tensor, plan: StepPlan
+) -> Tensor:
+    """Let the target read what it has not read of each row, and the drafts [B, K]. Returns its logits [B, K+1, V]."""
+    num_unread, num_draft_tokens = plan.prefill_length or 1, drafts.shape[1]
+    index = torch.arange(num_unread + num_draft_tokens, device=drafts.device)
+    positions = readable_positions(target, (state.lengths - num_unread).unsqueeze(1) + index)
+    unread = state.tokens.gather(1, positions[:, :num_unread])
+    if num_draft_tokens > 0:
+        # Padding is the newest token, which a row that has ended may have at the last readable position.
+        unread = torch.cat([unread, torch.where(drafts < 0, unread[:, -1:], drafts)], 1)
+    if plan.choose is not None and plan.prefill_length is None and unread.shape[0] > 1 and can_read_rows(target):
+        # Processors, and those who keep the logits, get all rows, and may not take NaN.
+        is_filled = plan.on_logits is not None or state.sampling.processors is not None
+        logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
+    else:
+        logits = target.forward(unread, positions, num_draft_tokens + 1)
+    if plan.on_logits is not None:
+        plan.on_logits(logits)
+    return logits
 
 
-def _uniforms(state: DecodeState, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """[B, K] for the acceptance tests and [B] for the next token."""
+def _processed(state: DecodeState, drafts: Tensor, logits: Tensor, bitmask: Tensor | None) -> Tensor:
+    """The target's logits after processors and grammars: position i comes after the prefix and i drafts [B, K]."""
+    if state.sampling.processors is not None:
+        lengths = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1] + 1, device=drafts.device)
+        text = state.tokens.scatter(1, lengths[:, :-1], drafts)
+        logits = state.sampling.process(logits, text, lengths)
+    return logits if bitmask is None else allowed_logits(logits, bitmask[:, : drafts.shape[1] + 1])
+
+
+def _random_numbers(state: DecodeState, proposal: Draft, verify: Verifier) -> tuple[Tensor, Tensor]:
+    """The `numbers` that a verifier takes."""
+    if verify.op == "gumbel":
+        return state.seeds, state.lengths
+    batch, num_draft_tokens = proposal.tokens.shape
     if state.is_sampled:
         return verification_uniforms(state.seeds, state.lengths, num_draft_tokens)
-    zeros = torch.zeros(state.seeds.shape[0], num_draft_tokens + 1, dtype=torch.float32, device=state.seeds.device)
+    zeros = torch.zeros(batch, num_draft_tokens + 1, dtype=torch.float32, device=state.seeds.device)
     return zeros[:, 1:], zeros[:, 0]
+
+
+def _logprobs(state: DecodeState, raw: Tensor, processed: Tensor, tokens: Tensor) -> LogProbabilities | None:
+    """The log-probabilities of the tokens [B, K+1], before or after the processors; None = not wanted."""
+    if state.logprobs_of is None:
+        return None
+    logits = raw if state.logprobs_of == "raw" else processed
+    num_top = 0 if state.top_tokens is None else state.top_tokens.shape[2]
+    return log_probabilities(logits, tokens, state.sampling, state.logprobs_of, num_top)
 
 
 def _room(state: DecodeState) -> Tensor:
@@ -264,18 +270,13 @@ def _room(state: DecodeState) -> Tensor:
 
 
 def _commit(
-    state: DecodeState,
-    output_tokens: Tensor,
-    num_accepted: Tensor,
-    num_proposed: Tensor,
-    logprobs: LogProbabilities | None,
+    state: DecodeState, tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor, logprobs: LogProbabilities | None
 ) -> Tensor:
-    """Append what was accepted and drawn [B, K+1], and its log-probabilities if they are wanted, to the unfinished
-    rows. Returns the step's record."""
-    width = output_tokens.shape[1]
-    index = torch.arange(width, device=output_tokens.device)
-    num_tokens = (output_tokens >= 0).sum(1)
-    is_eos = (output_tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
+    """Append tokens [B, K+1] and their log-probabilities to the unfinished rows. Returns the step's record."""
+    width = tokens.shape[1]
+    index = torch.arange(width, device=tokens.device)
+    num_tokens = (tokens >= 0).sum(1)
+    is_eos = (tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
     # The -1 behind the tokens also equals the -1 that stands for no eos, but comes too late to matter.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, _room(state))
@@ -284,13 +285,12 @@ def _commit(
     failed = (num_tokens == num_accepted) & (count < most)
 
     is_emitted = index < count.unsqueeze(1)
-    emitted = torch.where(is_emitted, output_tokens, -1)
+    emitted = torch.where(is_emitted, tokens, -1)
     slots = state.lengths.unsqueeze(1) + index
-    state.tokens.scatter_(1, slots, torch.where(is_emitted, output_tokens, state.tokens.gather(1, slots)))
+    state.tokens.scatter_(1, slots, torch.where(is_emitted, tokens, state.tokens.gather(1, slots)))
     if logprobs is not None:
-        for kept, new, nothing in zip(
-            (state.logprobs, state.top_tokens, state.top_values), logprobs, (math.nan, -1, math.nan), strict=True
-        ):
+        wanted = state.logprobs, state.top_tokens, state.top_values
+        for kept, new, nothing in zip(wanted, logprobs, (math.nan, -1, math.nan), strict=True):
             if kept is not None:
                 # Top log-probabilities have one more dimension.
                 places, is_new = slots, is_emitted

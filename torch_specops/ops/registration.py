@@ -55,7 +55,7 @@ def register_op(
             return op(*args)
 
         # Where Dynamo leaves the public function to eager code, which raises an error, it leaves this too.
-        private.runs_eagerly(call)
+        private.leave_uncompiled(call)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
@@ -75,8 +75,7 @@ def register_op(
         bodies[name] = run
         torch.library.impl(name, "default", private.leave_uncompiled(run))
         torch.library.register_fake(name, body)
-        if private.TRACED:
-            torch.library.register_torch_dispatch(name, private.FunctionalTensorMode, decompose)
+        torch.library.register_torch_dispatch(name, private.FunctionalTensorMode, decompose)
         op = getattr(torch.ops.specops, public.__name__).default
         torch.library.register_vmap(name, _map_over_rows(op))
         # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.

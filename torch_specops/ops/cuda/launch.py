@@ -10,8 +10,8 @@ A size may be symbolic while a call is traced. Tile sizes are then chosen for th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ OPTIONS = {"enable_fp_fusion": True}
 # The threads of a warp. A narrower range would not be faster, and every width is another build.
 MIN_LANES = 32
 
-if private.interprets_kernels():
+if triton.knobs.runtime.interpret:
     # The interpreter runs the kernel itself; wrap_triton would try to trace it.
     def wrap_triton(kernel: Callable[..., Any], /) -> Any:
         return kernel
@@ -58,8 +58,15 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: i
     if hint(grid[0]) > 0:
         arguments = [values[name] for name in kernel.arg_names]
         # While a launch is traced, torch asks Triton for the kernel's code without the options.
-        with private.fusing_products(**OPTIONS) if private.is_fake(arguments[0]) else nullcontext():
+        with _options_as_defaults() if private.is_fake(arguments[0]) else nullcontext():
             wrap_triton(kernel)[grid](*arguments, num_warps=num_warps, **OPTIONS)
+
+
+@contextmanager
+def _options_as_defaults() -> Iterator[None]:
+    with triton.knobs.language.scope():
+        triton.knobs.language.default_fp_fusion = OPTIONS["enable_fp_fusion"]
+        yield
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
