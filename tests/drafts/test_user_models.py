@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, PromptLookup, TokenMap
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, LanguageModel, PromptLookup, TokenMap
 
 TABLE = random_table(8, seed=5)
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -77,11 +77,24 @@ def test_a_class_that_does_not_derive_is_refused() -> None:
     class Structural:
         propose = Repeats.propose
 
+    class StructuralModel:
+        vocab_size, device, max_length = 8, torch.device("cpu"), None
+        start, forward = PairModel.start, PairModel.forward
+
+    class StructuralModule(StructuralModel, nn.Module):
+        pass
+
     message = "expected a model, a DraftSource or None, got .*Structural'>; a class with propose must derive from Draft"
     with pytest.raises(TypeError, match="draft: " + message):
         SpeculativeDecoder(PairModel(TABLE), Structural())
     with pytest.raises(TypeError, match="inner: " + message):
         HierarchicalDraft(PairModel(TABLE), Structural())
+    for target in (StructuralModel(), StructuralModule()):
+        advice = r"expected a transformers model or a LanguageModel, got .*must derive from torch_specops\.drafts\.Lang"
+        with pytest.raises(TypeError, match=f"^target: {advice}"):
+            SpeculativeDecoder(target)
+    with pytest.raises(TypeError, match=r"draft: .* a model of your own from LanguageModel"):
+        SpeculativeDecoder(PairModel(TABLE), StructuralModel())
 
 
 def test_only_a_propose_of_ones_own_is_checked() -> None:
@@ -160,14 +173,14 @@ def test_drafts_may_be_int32() -> None:
         assert torch.equal(found.sequences, plain)
 
 
-class PairModule(nn.Module):
+class PairModule(nn.Module, LanguageModel):
     """A `PairModel` that is a module, and that in training mode answers at random."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.inner = PairModel(table)
         self.frozen, self.dropout = nn.Dropout(1.0).eval(), nn.Dropout(1.0)
-        self.vocab_size, self.device, self.max_length = self.inner.vocab_size, self.inner.device, None
+        self.vocab_size, self.device = self.inner.vocab_size, self.inner.device
         self.fails = False
 
     def start(self, *arguments: Any) -> None:
