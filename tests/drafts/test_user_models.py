@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,15 @@ def test_a_class_that_does_not_derive_is_refused() -> None:
             SpeculativeDecoder(target)
     with pytest.raises(TypeError, match=r"draft: .* a model of your own from LanguageModel"):
         SpeculativeDecoder(PairModel(TABLE), StructuralModel())
+
+
+def test_the_page_lists_what_a_model_may_have() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.split("<!-- A test compares its members with the class. -->")[1].split("\n\n")[0]
+    listed = [name for row in table.splitlines()[3:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    members = {name for kind in LanguageModel.__mro__[:2] for name in {**vars(kind), **kind.__annotations__}}
+    required = {"vocab_size", "device", *LanguageModel.__abstractmethods__}
+    assert sorted(listed) == sorted(name for name in members - required if not name.startswith("_"))
 
 
 def test_only_a_propose_of_ones_own_is_checked() -> None:

@@ -69,6 +69,8 @@ class DraftSource(Part, ABC):
             from 0; the number of layers stands for what the head reads, after the last norm. () = none, and then the
             target keeps none.
         is_checked: True = the loop checks proposals. Set for each class: True for a `propose` outside this package.
+
+    It may have the members of `Part` too, such as `inside`, its models.
     """
 
     deterministic: bool = True

@@ -56,9 +56,9 @@ class LanguageModel(Part, ABC):
     that can be written at any position. To write your own, derive from this class, give it `vocab_size` and `device`,
     and write `start` and `forward`; examples/own_model.py has an example.
 
-    Each attribute may be an attribute of the class or of the object, or a property. The model may be an `nn.Module`: a
-    loop puts it into evaluation mode while it decodes. `forward` becomes part of a compiled step: it must be traceable
-    by torch.compile and must not wait for the device.
+    Each attribute, also of those that `Part` has, may belong to the class or to the object, or be a property. The model
+    may be an `nn.Module`: a loop puts it into evaluation mode while it decodes. `forward` becomes part of a compiled
+    step: it must be traceable by torch.compile and must not wait for the device.
 
     A `forward` may run in inference mode or in `torch.no_grad`, and the mode may change between two of them. What later
     forwards write, such as a cache, must be made outside inference mode, where `start`, `clear_rows`, `begin_texts` and
