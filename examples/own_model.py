@@ -3,8 +3,8 @@
     python examples/own_model.py
 
 The target is a small transformer with random weights, the draft a noisy copy of it. Both are plain modules. All that
-the loop asks of them is in `Transformer`: vocab_size, device, max_length, start and forward. `LanguageModel` says what
-else a model may have, and does nothing for the rest.
+the loop asks of them is in `Transformer`: vocab_size, device, max_length, start and forward. `LanguageModel` has the
+rest, which does nothing.
 """
 
 from __future__ import annotations
