@@ -3,8 +3,8 @@
     python examples/own_model.py
 
 The target is a small transformer with random weights, the draft a noisy copy of it. Both are plain modules. All that
-the loop asks of them is in `Transformer`: vocab_size, device, max_length, start and forward. `LanguageModel` says what
-else a model may have.
+the loop asks of them is in `Transformer`: vocab_size, device, max_length, start and forward. `LanguageModel` has the
+rest, which does nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torch_specops
 from torch_specops import SamplingParams
+from torch_specops.drafts import LanguageModel
 
 
 class Block(nn.Module):
@@ -58,7 +59,7 @@ class Block(nn.Module):
         return x + self.mlp(self.before_mlp(x))
 
 
-class Transformer(nn.Module):
+class Transformer(nn.Module, LanguageModel):
     def __init__(
         self, vocab_size: int = 64, width: int = 64, heads: int = 4, layers: int = 2, length: int = 256
     ) -> None:

@@ -18,12 +18,13 @@ PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "grammars", "hf", "ops", "sampling"},
+    "__init__": {"decode", "drafts", "grammars", "hf", "models", "ops", "sampling"},
     "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
-    "hf": {"checks", "compilation", "decode", "drafts", "grammars", "ops", "sampling", "schedules"},
-    "beam": {"checks", "decode", "drafts", "ops"},
-    "decode": {"checks", "compilation", "drafts", "grammars", "ops", "sampling", "schedules"},
-    "drafts": {"checks", "compilation", "ops", "sampling"},
+    "hf": {"checks", "compilation", "decode", "drafts", "grammars", "models", "ops", "sampling", "schedules"},
+    "beam": {"checks", "decode", "drafts", "models", "ops"},
+    "decode": {"checks", "compilation", "drafts", "grammars", "models", "ops", "sampling", "schedules"},
+    "drafts": {"checks", "compilation", "models", "ops", "sampling"},
+    "models": {"ops"},
     "grammars": {"ops"},
     "sampling": {"checks", "ops"},
     "compilation": {"ops"},
@@ -116,7 +117,7 @@ def test_a_forbidden_import_is_caught() -> None:
         ("ops/uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
         ("ops/api.py", "def f():\n    from .cuda import exact\n    from ..decode import x", "torch_specops.decode.x"),
         ("ops/cuda/launch.py", "from ...checks import check_int", "torch_specops.checks"),
-        ("drafts/base.py", "def f():\n    from ..hf import language_model", "torch_specops.hf.language_model"),
+        ("models/base.py", "def f():\n    from ..hf import language_model", "torch_specops.hf.language_model"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
         ("hf.py", "import requests", "requests"),
     ):

@@ -12,12 +12,13 @@ from tiny_models import POSITIONS, VOCAB, PairModel, perturbed, raised, random_t
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torch_specops.beam import TreeModel
 from torch_specops.beam.tree import BeamTree, Level
 from torch_specops.drafts import PromptLookup
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 
 
-class PairTree(PairModel):
+class PairTree(PairModel, TreeModel):
     """An order-two table that finds the token before a node by looking at what the node may see."""
 
     def forward_tree(

@@ -30,8 +30,8 @@ from torch._dynamo.utils import counters
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import batch as batch_module
 from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, ModelDraft, SuffixLookup, TokenMap
-from torch_specops.drafts.ragged import groups_by_length
 from torch_specops.hf import language_model
+from torch_specops.models.reading import groups_by_length
 from torch_specops.schedules import Constant
 
 # Greedy and sampled ones, with and without filters, of every length; eos tokens that come, or do not.

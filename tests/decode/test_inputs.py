@@ -178,10 +178,10 @@ def test_bad_arguments_of_a_call() -> None:
 SIGMOID = "verify: 'sigmoid' .* a draft with probabilities"
 BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": 3}, TypeError, "target: expected a transformers model or a LanguageModel, got <class 'int'>"),
-    ({"target": nn.Linear(2, 2)}, TypeError, "target: .*Linear'> without vocab_size, device, max_length, start"),
+    ({"target": nn.Linear(2, 2)}, TypeError, "target: .*Linear'>; of a wrapper, .* must derive from .*LanguageModel"),
     ({"target": PairModel}, TypeError, "target: expected an object, got the class PairModel"),
-    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got .*str'> \(.*PromptLookup\(\)"),
-    ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'> without vocab_size"),
+    ({"draft": "x"}, TypeError, r"draft: expected a model, a DraftSource or None, got .*str'>; .*PromptLookup\(\)"),
+    ({"draft": nn.Linear(2, 2)}, TypeError, "draft: expected .*, got .*Linear'>; of a wrapper"),
     ({"draft": PromptLookup}, TypeError, "draft: expected an object, got the class PromptLookup"),
     ({"draft": EarlyExit(1)}, TypeError, "target: early exit needs the method first_layers, which PairModel lacks"),
     ({"draft": PairModel(random_table(7, 0))}, ValueError, r"draft: .* \(8 tokens\), got 7 tokens .*TokenMap"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import torch_specops
 from torch_specops import Request, SpeculativeDecoder, compilation
 from torch_specops.beam import beam_search
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, NGram, SuffixLookup, TokenMap
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, LanguageModel, NGram, SuffixLookup, TokenMap
 from torch_specops.hf import language_model
 
 OLD, NEW = random_table(8, seed=5), random_table(8, seed=6)
@@ -221,19 +221,21 @@ def test_a_draft_outside_of_the_vocabulary_is_said(call: str) -> None:
 # The modes in which steps are computed.
 
 
-class Observed:
+class Observed(LanguageModel):
     """A model, the observers of which come and go."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.adapter, self.is_observed = language_model(model), False
-        self.modes: list[tuple[bool, bool]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.adapter, name)
+    is_observed = False
+    modes: Sequence[tuple[bool, bool]] = ()
 
     def forward(self, *arguments: Any) -> Tensor:
-        self.modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-        return self.adapter.forward(*arguments)
+        self.modes = [*self.modes, (torch.is_inference_mode_enabled(), torch.is_grad_enabled())]
+        return super().forward(*arguments)
+
+
+def observed(model: nn.Module) -> Any:
+    adapter: Any = language_model(model)
+    adapter.__class__ = type("Adapter", (Observed, type(adapter)), {})
+    return adapter
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -248,7 +250,7 @@ def test_the_mode_may_change_beside_an_encoder(draft: str) -> None:
 
 
 def check_modes(draft: str, first: bool, family: str) -> None:
-    target = Observed(shared_tiny(family))
+    target = observed(shared_tiny(family))
     source = SuffixLookup() if draft == "suffix lookup" else DRAFTS[draft](family)
     decoder = SpeculativeDecoder(target, source, num_draft_tokens=3, sampling=GREEDY)
     given = [
@@ -276,7 +278,7 @@ def test_a_mode_is_that_of_every_model() -> None:
     """An observed draft keeps the target out of inference mode too, also if it stands inside another draft; and so does
     beam search."""
     model = shared_tiny("llama")
-    target, small = Observed(model), Observed(perturbed(model))
+    target, small = observed(model), observed(perturbed(model))
     for draft in (small, HierarchicalDraft(shared_tiny("llama", seed=3), small)):
         decoder = SpeculativeDecoder(target, draft, sampling=GREEDY)
         for is_observed in (True, False):

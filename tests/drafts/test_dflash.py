@@ -21,9 +21,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts import DFlash, Draft
-from torch_specops.drafts.base import static_tensors_of
 from torch_specops.drafts.dflash_head import DFlashHead
 from torch_specops.hf import regions
+from torch_specops.models.base import static_tensors_of
 
 INPUT_IDS, MASKS = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])

@@ -4,6 +4,7 @@ speed depends on it."""
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.drafts import Draft, DraftSource, Eagle3, LanguageModel
-from torch_specops.drafts.base import static_tensors_of
+from torch_specops.drafts import Draft, DraftSource, Eagle3, FeatureModel, LanguageModel
 from torch_specops.hf import language_model, regions
+from torch_specops.models.base import static_tensors_of
 
 INPUT_IDS, MASK = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
@@ -211,14 +212,19 @@ def test_what_a_cuda_graph_reads_stays_in_its_place() -> None:
     assert places[0] == places[1]
 
 
-class Wrapper:
-    """Hands on whatever a target has."""
+def of_target(name: str) -> Any:
+    return property(attrgetter(f"target.{name}"))
+
+
+class Wrapper(FeatureModel):
+    """A model of a user's that hands on what a target must have, and its features."""
+
+    vocab_size, device, start, forward = map(of_target, ("vocab_size", "device", "start", "forward"))
+    num_layers, hidden_size, dtype = map(of_target, ("num_layers", "hidden_size", "dtype"))
+    keep_features, features, embed, head = map(of_target, ("keep_features", "features", "embed", "head"))
 
     def __init__(self, target: LanguageModel) -> None:
         self.target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
 
 
 class Asks(DraftSource):
@@ -242,6 +248,7 @@ def test_any_draft_may_ask_any_target_for_features() -> None:
         assert new_tokens(decode(draft, 2, target=target)) == expected_rows()
     decoder = SpeculativeDecoder(PairModel(random_table(8, seed=5)), Asks())
     with pytest.raises(
-        TypeError, match="target: the draft reads hidden states; expected a FeatureModel, got PairModel"
+        TypeError,
+        match=r"target: the draft reads hidden states; expected a torch_specops.drafts.FeatureModel, got .*PairModel",
     ):
         decoder.generate(torch.tensor([[1, 2]]))

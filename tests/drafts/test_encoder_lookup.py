@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_specops import Request, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput
-from torch_specops.drafts import DraftSource, PromptLookup, SuffixLookup
+from torch_specops.drafts import DraftSource, LanguageModel, PromptLookup, SuffixLookup
 
 LOOKUPS = [PromptLookup, lambda: SuffixLookup(memory=0), SuffixLookup]
 # In each of them no token occurs twice, so a text that copies one says nothing about its own end.
@@ -26,10 +26,10 @@ def answer_to(source: Tensor) -> Tensor:
     return torch.cat([torch.where(is_edit, 50 + torch.arange(len(source)) % 9, source), torch.tensor([59])])
 
 
-class Editor:
+class Editor(LanguageModel):
     """A `LanguageModel` with an encoder: it writes `answer_to` the input `name` behind a token of its own."""
 
-    vocab_size, device, max_length, reads_inputs = VOCAB, torch.device("cpu"), None, True
+    vocab_size, device, reads_inputs = VOCAB, torch.device("cpu"), True
 
     def __init__(self, name: str = "input_ids") -> None:
         self.name = name

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import step
-from torch_specops.drafts import ragged
-from torch_specops.drafts.ragged import read_ragged
 from torch_specops.hf import TransformersModel, language_model
+from torch_specops.models import reading
+from torch_specops.models.reading import read_ragged
 
 LIMITS = [20, 9, 14]
 # The newest tokens of five rows, and their numbers of drafts.
@@ -30,8 +30,8 @@ PADDED = ("gemma2", "whisper", "t5")
 @pytest.fixture
 def always_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are packed wherever that is possible."""
-    monkeypatch.setattr(ragged, "FORWARD_COST", 0)
-    monkeypatch.setattr(ragged, "PACKED_COST", 1.0)
+    monkeypatch.setattr(reading, "FORWARD_COST", 0)
+    monkeypatch.setattr(reading, "PACKED_COST", 1.0)
 
 
 @pytest.fixture

@@ -58,12 +58,12 @@ def test_tokens_without_a_twin() -> None:
     assert torch.equal(logits[0][..., has_twin], logits[1][..., has_twin])
 
 
-def test_methods_that_a_model_may_lack_are_its_own() -> None:
+def test_what_has_nothing_to_do_with_tokens_is_the_models_own() -> None:
     names = ("clear_rows", "copy_rows", "not_compiled", "reads_rows", "replace_inputs", "static_tensors")
-    model = language_model(shared_tiny("t5"))
-    mapped, bare = TokenMap(model, torch.arange(VOCAB)), TokenMap(PairModel(random_table(5, seed=0)), torch.arange(5))
-    assert [getattr(mapped, name) for name in names] == [getattr(model, name) for name in names]
-    assert not any(hasattr(bare, name) for name in names) and copy.deepcopy(bare).vocab_size == 5
+    for model in (language_model(shared_tiny("t5")), PairModel(random_table(VOCAB, seed=0))):
+        mapped = TokenMap(model, torch.arange(VOCAB))
+        assert [getattr(mapped, name) for name in names] == [getattr(model, name) for name in names]
+        assert copy.deepcopy(mapped).vocab_size == VOCAB
 
 
 def test_vocabularies_of_different_size() -> None:

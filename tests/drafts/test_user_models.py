@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, PromptLookup, TokenMap
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, LanguageModel, PromptLookup, TokenMap
 
 TABLE = random_table(8, seed=5)
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -77,11 +79,33 @@ def test_a_class_that_does_not_derive_is_refused() -> None:
     class Structural:
         propose = Repeats.propose
 
+    class StructuralModel:
+        vocab_size, device, max_length = 8, torch.device("cpu"), None
+        start, forward = PairModel.start, PairModel.forward
+
+    class StructuralModule(StructuralModel, nn.Module):
+        pass
+
     message = "expected a model, a DraftSource or None, got .*Structural'>; a class with propose must derive from Draft"
     with pytest.raises(TypeError, match="draft: " + message):
         SpeculativeDecoder(PairModel(TABLE), Structural())
     with pytest.raises(TypeError, match="inner: " + message):
         HierarchicalDraft(PairModel(TABLE), Structural())
+    for target in (StructuralModel(), StructuralModule()):
+        advice = r"expected a transformers model or a LanguageModel, got .*must derive from torch_specops\.drafts\.Lang"
+        with pytest.raises(TypeError, match=f"^target: {advice}"):
+            SpeculativeDecoder(target)
+    with pytest.raises(TypeError, match=r"draft: .* a model of your own from LanguageModel"):
+        SpeculativeDecoder(PairModel(TABLE), StructuralModel())
+
+
+def test_the_page_lists_what_a_model_may_have() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.split("<!-- A test compares its members with the class. -->")[1].split("\n\n")[0]
+    listed = [name for row in table.splitlines()[3:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    members = {name for kind in LanguageModel.__mro__[:2] for name in {**vars(kind), **kind.__annotations__}}
+    required = {"vocab_size", "device", *LanguageModel.__abstractmethods__}
+    assert sorted(listed) == sorted(name for name in members - required if not name.startswith("_"))
 
 
 def test_only_a_propose_of_ones_own_is_checked() -> None:
@@ -160,14 +184,14 @@ def test_drafts_may_be_int32() -> None:
         assert torch.equal(found.sequences, plain)
 
 
-class PairModule(nn.Module):
+class PairModule(nn.Module, LanguageModel):
     """A `PairModel` that is a module, and that in training mode answers at random."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.inner = PairModel(table)
         self.frozen, self.dropout = nn.Dropout(1.0).eval(), nn.Dropout(1.0)
-        self.vocab_size, self.device, self.max_length = self.inner.vocab_size, self.inner.device, None
+        self.vocab_size, self.device = self.inner.vocab_size, self.inner.device
         self.fails = False
 
     def start(self, *arguments: Any) -> None:

@@ -13,6 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+from torch_specops.drafts import LanguageModel
+
 VOCAB = 60
 POSITIONS = 96
 
@@ -172,7 +174,7 @@ def greedy_rows(family: str, max_new_tokens: int) -> tuple[tuple[int, ...], ...]
     return tuple(rows)
 
 
-class PairModel:
+class PairModel(LanguageModel):
     """A `LanguageModel` of order two, from a table [V + 1, V, V] of logits: by the token before the last one (V: there
     is none), the last token, the next one. It reads its own memory of the text, so a stale memory shows."""
 
@@ -180,7 +182,6 @@ class PairModel:
         self.table = table
         self.vocab_size = table.shape[-1]
         self.device = table.device
-        self.max_length: int | None = None
         self.memory = torch.zeros(0, 0, dtype=torch.int64)
         # Of every forward: positions [B, n].
         self.readings: list[Tensor] = []

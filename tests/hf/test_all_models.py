@@ -24,7 +24,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import torch_specops
 from torch_specops import GenerationOutput, SamplingParams
 from torch_specops.drafts import PromptLookup
-from torch_specops.drafts.ragged import expect_tokens
 from torch_specops.hf import language_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -219,7 +218,7 @@ def feature_difference(model: PreTrainedModel, kind: str) -> float:
     adapter, tokens = language_model(model), torch.tensor(PROMPTS[0]).repeat(2, 1)
     tokens[1] += 1
     adapter.keep_features(range(adapter.num_layers + 1))
-    expect_tokens(adapter, 1)
+    adapter.expect(1)
     adapter.start(2, 16)
     adapter.begin_texts(torch.full((2,), tokens.shape[1]))
     adapter.forward(tokens, torch.arange(tokens.shape[1]).expand(2, -1), 1)

@@ -17,9 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 import torch_specops
 from torch_specops import SamplingParams, hf
 from torch_specops.drafts import EarlyExit, PromptLookup
-from torch_specops.drafts.ragged import read_beginnings
 from torch_specops.hf import TransformersModel
 from torch_specops.hf.cache import cache_argument
+from torch_specops.models.reading import read_beginnings
 
 SWITCH = 24
 NEW = 14

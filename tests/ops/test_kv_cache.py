@@ -14,9 +14,9 @@ from tiny_models import tiny
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from torch_specops.drafts.ragged import read_beginnings
 from torch_specops.hf import TransformersModel, language_model
 from torch_specops.hf.cache import first_slot
+from torch_specops.models.reading import read_beginnings
 from torch_specops.ops.kv_cache import RaggedKeyValues
 
 BATCH, HEADS, CAPACITY, WIDTH = 3, 2, 7, 4

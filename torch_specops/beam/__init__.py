@@ -1,6 +1,6 @@
 """Beam search with a draft."""
 
+from ..models import TreeModel
 from .search import BeamOutput, beam_search
-from .tree import TreeModel
 
 __all__ = ["BeamOutput", "TreeModel", "beam_search"]

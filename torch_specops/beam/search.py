@@ -16,14 +16,13 @@ from .. import checks
 from ..decode.guard import Guard
 from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_prompts
 from ..decode.output import GenerationOutput, GenerationStats
-from ..drafts import AnyDraft, DraftSource, LanguageModel, ModelDraft
-from ..drafts.base import as_language_model
-from ..drafts.images import reads_images
+from ..drafts import AnyDraft, DraftSource, ModelDraft
 from ..drafts.model import as_draft_source
-from ..drafts.ragged import begin_texts
+from ..models.base import LanguageModel, TreeModel, as_language_model
+from ..models.reading import begin_texts
 from ..ops.tracing import normal_tensors
 from .scorer import BeamScorer
-from .tree import BeamTree, TreeModel, rows_of
+from .tree import BeamTree, rows_of
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -121,7 +120,7 @@ def beam_search(
     with guard.working():
         guard.look_for_call()
 
-    if inputs and reads_images(model):
+    if inputs and model.reads_images:
         raise ValueError("inputs: beam search reads no images; expected none, and a prompt of text")
     prompts = read_prompts(
         model,

@@ -7,35 +7,14 @@ its text. Reordering beams reorders only these sets; keys and values never move.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..drafts import LanguageModel
-from ..drafts.base import readable_positions
+from ..models.base import TreeModel, readable_positions
 
 # The number of slots that a forward attends to is a multiple of this.
 WIDTH_MULTIPLE = 32
-
-
-@runtime_checkable
-class TreeModel(LanguageModel, Protocol):
-    """A language model that can read several continuations of a row in one forward."""
-
-    def forward_tree(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
-    ) -> Tensor:
-        """Read nodes of a tree; return logits [B, n, V].
-
-        Args:
-            tokens: [B, n] int64.
-            positions: [B, n] int64, their positions in their texts.
-            slots: [B, n] int64, where their keys and values are written. A slot may repeat only for the same node.
-            visible: [B, n, S] bool, the slots that hold a node's text, itself included. The node may attend to these
-                slots only; slots from S on are visible to no node.
-            slot_positions: [B, S] int64, the position of the token that each slot holds.
-        """
 
 
 @dataclass(frozen=True)

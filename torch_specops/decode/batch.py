@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import feature_model, readable_length, readable_lengths, replace_inputs
-from ..drafts.images import reads_images
-from ..drafts.ragged import begin_texts, expect_tokens, keeps_states, read_beginnings, read_texts
+from ..drafts import Draft, DraftSource
+from ..drafts.base import readable_lengths
+from ..models.base import FeatureModel, LanguageModel, feature_model, readable_length
+from ..models.reading import begin_texts, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
 from ..schedules import Schedule
 from .compiled import CompiledSteps
@@ -93,7 +93,7 @@ class Batch:
         # Rows of which more was read than their tokens.
         self._rows_with_inputs = set(range(len(self.rows))) if inputs else set()
         # Steps do not depend on the sizes of images.
-        has_images = inputs is not None and reads_images(self._target)
+        has_images = inputs is not None and self._target.reads_images
         self._input_shapes = None if inputs is None or has_images else shapes_of(inputs)
         sampling = replace(prompts.state.sampling, coupled=steps.verify.op == "gumbel")
         self.state = moved(replace(prompts.state, sampling=sampling), self._target.device, capacity)
@@ -101,7 +101,7 @@ class Batch:
         self._planner = Planner(schedule, self._draft, steps.ready)
         self._reader = RecordReader(self.state.tokens.device)
         steps.synchronize()
-        self.stats.state_bytes = sum(getattr(each, "state_bytes", 0) for each in models_of(self._target, self._draft))
+        self.stats.state_bytes = sum(each.state_bytes for each in models_of(self._target, self._draft))
         self.stats.prefill_seconds = time.perf_counter() - started
 
     def _start_models(self, inputs: Mapping[str, Tensor] | None, *, reads_first: bool) -> None:
@@ -115,13 +115,13 @@ class Batch:
             # Another decoder may have bound it in between.
             draft.bind(target)
         steps.follow_models()
-        expect_tokens(target, steps.most_drafts + 1)
+        target.expect(steps.most_drafts + 1)
         if draft is not None:
             draft.expect(steps.most_drafts)
         if self._is_fixed:
             self.state = steps.place(self, self._input_shapes)
         state, lengths = self.state, [row.length for row in self.rows]
-        reads_first |= _keep_features(target, draft) or keeps_states(target)
+        reads_first |= _keep_features(target, draft) or target.keeps_states
         with normal_tensors():
             target.start(len(lengths), min(state.capacity, readable_length(target) or state.capacity), inputs)
         if self._is_fixed or min(lengths) < max(lengths) or reads_first:
@@ -204,7 +204,7 @@ class Batch:
         """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
         (self._rows_with_inputs.add if inputs else self._rows_with_inputs.discard)(index)
         with normal_tensors():
-            replace_inputs(self._target, index, inputs)
+            self._target.replace_inputs(index, inputs)
             if self._draft is not None:
                 self._draft.replace_inputs(index, inputs)
         self._steps.keep_valid_graphs()
@@ -423,6 +423,6 @@ def _keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
     if draft is not None and draft.feature_layers:
         feature_model(target).keep_features(draft.feature_layers)
         return True
-    if hasattr(target, "keep_features"):
+    if isinstance(target, FeatureModel):
         target.keep_features(())
     return False

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .. import compilation
 from ..compilation import CompiledPieces, compile_errors_named
-from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import static_tensors_of
+from ..drafts import Draft, DraftSource
 from ..grammars import Grammar
+from ..models.base import LanguageModel, static_tensors_of
 from .grammar import MAX_FORCED, all_allowed
 from .graphs import CapturedStep, capture, parts_of
 from .models import models_of, versions_of
@@ -94,7 +94,7 @@ class CompiledSteps:
             num_new_tokens: of the longest row of the batch to come.
         """
         models = models_of(self.target, self.draft)
-        obstacle = next((why for model in models if (why := getattr(model, "not_compiled", None))), None)
+        obstacle = next((why for model in models if (why := model.not_compiled)), None)
         if self.compiled and obstacle is None:
             return
         self.compiled, self.compile_reason = compilation.choice(
@@ -162,7 +162,7 @@ class CompiledSteps:
         has_changed = versions != self._versions
         if has_changed:
             self._versions, models = versions, models_of(self.target, self.draft)
-            self._compile_keys = tuple(getattr(model, "compile_key", None) for model in models)
+            self._compile_keys = tuple(model.compile_key for model in models)
             self._forget_graphs()
         return has_changed
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from .. import checks, schedules
-from ..drafts import AnyDraft, LanguageModel
-from ..drafts.base import as_language_model
+from ..drafts import AnyDraft
 from ..drafts.model import as_draft_source
+from ..models.base import LanguageModel, as_language_model
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits
@@ -187,21 +187,21 @@ class SpeculativeDecoder:
     ) -> None:
         refuse_unknown("SpeculativeDecoder", unknown)
         self.target = as_language_model("target", target)
-        self.draft = as_draft_source(draft)
+        self.draft = source = as_draft_source(draft)
         self._guard = Guard(self.target, self.draft)
         if self.draft is not None:
             self._guard.bind(self.draft)
         if num_draft_tokens is None:
-            num_draft_tokens = getattr(self.draft, "default_draft_tokens", None) or 5
+            num_draft_tokens = (None if source is None else source.default_draft_tokens) or 5
         num_draft_tokens = checks.check_int("num_draft_tokens", num_draft_tokens, 1)
-        limit, deterministic = (getattr(self.draft, name, None) for name in ("max_draft_tokens", "deterministic"))
-        chosen = schedules.as_schedule(schedule, num_draft_tokens, limit, bool(deterministic))
-        if draft is None:
+        limit, deterministic = (None, False) if source is None else (source.max_draft_tokens, source.deterministic)
+        chosen = schedules.as_schedule(schedule, num_draft_tokens, limit, deterministic)
+        if source is None:
             chosen = schedules.Constant(0)
         self.sampling = checked_sampling(sampling) or SamplingParams()
         self.max_length = None if max_length is None else checks.check_int("max_length", max_length, 2)
         if verify is None:
-            verify = "gumbel" if getattr(self.draft, "deterministic", True) else "exact"
+            verify = "gumbel" if source is None or source.deterministic else "exact"
         verifier = verify if isinstance(verify, Verifier) else Verifier(verify)
         if verifier.op == "sigmoid" and (self.draft is None or self.draft.deterministic):
             raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.amp import is_autocast_available
 
-from ..drafts import DraftSource, LanguageModel
+from ..drafts import DraftSource
 from ..drafts.model import SampledDraft
+from ..models import LanguageModel
 from .models import check_read_once, evaluating, look_at, mode_of, models_of, versions_of
 
 Autocast = torch.dtype | None

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import checks
-from ..drafts import LanguageModel
-from ..drafts.images import reads_images
 from ..grammars import Grammar
+from ..models import LanguageModel
 from ..ops.uniforms import row_seeds
 from ..sampling import SamplingParams
 from .grammar import check_grammar
@@ -123,14 +122,14 @@ def read_prompts(
     num_return_sequences = checks.check_int("num_return_sequences", num_return_sequences, 1)
     batch = tokens.shape[0] * num_return_sequences
     num_new = _per_row("max_new_tokens", max_new_tokens, batch, min_new_tokens)
-    own_eos = getattr(target, "eos_token_ids", ())
+    own_eos = target.eos_token_ids
     eos = _eos_tensor(own_eos if eos_token_id is None else eos_token_id, batch)
     if eos_token_id is not None and int(eos.max()) >= target.vocab_size:
         raise ValueError(f"eos_token_id: expected tokens in [0, {target.vocab_size}), got {int(eos.max())}")
     if pad_token_id is not None:
         pad_token_id = checks.check_int("pad_token_id", pad_token_id, 0)
     else:
-        pad_token_id = getattr(target, "pad_token_id", None)
+        pad_token_id = target.pad_token_id
     # A tokenizer may have another pad token than the model's config: often an eos token or token 0.
     suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
@@ -142,12 +141,11 @@ def read_prompts(
     if pad_token_id is None:
         pad_token_id = max(int(eos[0, 0]), 0)
     top_logprobs = checked_logprobs(logprobs, top_logprobs, target.vocab_size)
-    if reads_images(target):
-        inputs = target.check_images(tokens, lengths, inputs, mask)
+    inputs = target.check_images(tokens, lengths, inputs, mask)
     if num_return_sequences > 1:
         tokens, lengths = (each.repeat_interleave(num_return_sequences, 0) for each in (tokens, lengths))
         # Images are read once for all sequences of a prompt.
-        if inputs and not reads_images(target):
+        if inputs and not target.reads_images:
             inputs = {name: values.repeat_interleave(num_return_sequences, 0) for name, values in inputs.items()}
     params = checked_sampling(sampling) or default_sampling or SamplingParams()
     of_rows = params.tensors(batch, prompt_lengths=lengths, eos=eos, vocab_size=target.vocab_size)
@@ -185,10 +183,10 @@ def check_room(target: LanguageModel, longest: int, max_length: int | None = Non
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
         )
-    readable, reason = target.max_length, getattr(target, "limited_by", None)
+    readable, reason = target.max_length, target.limited_by
     if readable is None or longest <= readable:
         return
-    if not getattr(target, "reads_beyond", False):
+    if not target.reads_beyond:
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within the {readable} that the target reads, got {longest}"
             + (f"; {reason}" if reason else "")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..drafts import DraftSource, LanguageModel, ModelDraft, TokenMap
+from ..drafts import DraftSource
+from ..models.base import LanguageModel, Part
 
 
-def models_of(*parts: object) -> list[Any]:
+def models_of(*parts: Part | None) -> list[Part]:
     """Models and drafts, and the models and drafts inside of them, which come first."""
-    found: list[Any] = []
+    found: list[Part] = []
     for part in parts:
-        if isinstance(part, (DraftSource, TokenMap)):
-            found += models_of(getattr(part, "model", None), getattr(part, "inner", None))
         if part is not None:
-            found.append(part)
+            found += [*models_of(*part.inside), part]
     return found
 
 
-def versions_of(*parts: object) -> list[Any]:
+def versions_of(*parts: Part | None) -> list[Hashable]:
     """The `version` of every model, by which a look tells that it has found a change."""
-    return [getattr(model, "version", 0) for model in models_of(*parts)]
+    return [model.version for model in models_of(*parts)]
 
 
 def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> RuntimeError | None:
@@ -40,8 +38,6 @@ def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) ->
     misfit = None
     for name, part in (("target", target), ("draft", draft)):
         for model in models_of(part):
-            if not hasattr(model, "look"):
-                continue
             try:
                 model.look()
             except ValueError as error:
@@ -56,10 +52,9 @@ def _named(name: str, error: Exception) -> str:
     return f"{name}: {str(error).removeprefix('model: ')}"
 
 
-def check_read_once(target: LanguageModel, draft: object) -> None:
+def check_read_once(target: LanguageModel, draft: Part | None) -> None:
     """Raise ValueError if a model would be read in two places, with one cache."""
-    readers = [part for part in models_of(target, draft) if isinstance(part, (ModelDraft, TokenMap))]
-    models = [target, *(reader.model for reader in readers if hasattr(reader, "model"))]
+    models = [part for part in models_of(target, draft) if isinstance(part, LanguageModel)]
     for index, model in enumerate(models):
         if any(model is other for other in models[:index]):
             raise ValueError(
@@ -81,12 +76,12 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
         )
     if draft.device is not None and draft.device != target.device:
         raise ValueError(f"draft: expected a draft on {target.device}, as the target is, got {draft.device}")
-    inner = getattr(draft, "inner", None)
-    if isinstance(inner, DraftSource):
-        check_pair(target, inner)
+    for inner in draft.inside:
+        if isinstance(inner, DraftSource):
+            check_pair(target, inner)
 
 
-def mode_of(*parts: object) -> Callable[[], AbstractContextManager[None]]:
+def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
     """How to compute with these models and drafts without gradients: `torch.inference_mode`, in which a step of small
     models takes up to a fifth less time; or `torch.no_grad`, if a user's code may keep what a forward computes
     (`LanguageModel.is_observed`), because nobody can train with what was made in inference mode.
@@ -94,12 +89,12 @@ def mode_of(*parts: object) -> Callable[[], AbstractContextManager[None]]:
     The mode may change between two steps. So what is written in more than one step is made outside inference mode
     (`ops.tracing.normal_tensors`): outside of it, its tensors cannot be written.
     """
-    is_observed = any(getattr(model, "is_observed", False) for model in models_of(*parts))
+    is_observed = any(model.is_observed for model in models_of(*parts))
     return torch.no_grad if is_observed else torch.inference_mode
 
 
 @contextmanager
-def evaluating(*parts: object) -> Iterator[None]:
+def evaluating(*parts: Part | None) -> Iterator[None]:
     """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards;
     after an error also whether gradients are computed. A transformers model is no module here: its adapter reads a
     copy."""

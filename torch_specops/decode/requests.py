@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .. import checks
-from ..drafts import LanguageModel
-from ..drafts.images import reads_images
 from ..grammars import Grammar
+from ..models import LanguageModel
 from ..sampling import SamplingParams
 from .inputs import Prompts, Sampling, Seed, as_prompt, read_prompts
 from .keywords import refuse_unknown
@@ -321,8 +320,8 @@ def read_request(
         max_time = checks.check_number("max_time", max_time)
         if not 0 <= max_time <= sys.float_info.max and max_time != math.inf:
             raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
-    has_encoder = getattr(target, "reads_inputs", False)
-    if (inputs is not None) != has_encoder and not reads_images(target):
+    has_encoder = target.reads_inputs
+    if (inputs is not None) != has_encoder and not target.reads_images:
         expected = "those of the target's encoder" if has_encoder else "None, because the target reads tokens alone"
         raise ValueError(f"inputs: expected {expected}, got {type(inputs)}")
     for name, value in inputs.items() if has_encoder and isinstance(inputs, Mapping) else ():

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..drafts.base import readable_length
-from ..drafts.images import reads_images
+from ..models.base import readable_length
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch
@@ -216,7 +215,7 @@ class Session:
     def _begin_rows(self) -> None:
         """Make room in the models for new rows; of a model with an encoder once it has its first input."""
         self._is_begun = self._is_unread = False
-        if not getattr(self._steps.target, "reads_inputs", False):
+        if not self._steps.target.reads_inputs:
             with self._guard.computing(self._stream):
                 self._batch = self._free_rows(None)
 
@@ -301,7 +300,7 @@ class Session:
             except (TypeError, ValueError, RuntimeError) as error:
                 self._end(handle, "error", str(error))
                 continue
-            has_images = handle.prompt.inputs is not None and reads_images(self._steps.target)
+            has_images = handle.prompt.inputs is not None and self._steps.target.reads_images
             handle.free_inputs()
             (with_images if has_images else admitted)[row] = handle.prompt
         if admitted:
@@ -316,7 +315,7 @@ class Session:
                 self._end_row(row, "error", str(error))
 
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
-        if reads_images(self._steps.target):
+        if self._steps.target.reads_images:
             inputs = inputs or {}
         if inputs is None:
             return

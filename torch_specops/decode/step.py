@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..drafts import Draft, DraftSource, LanguageModel
-from ..drafts.base import proposal_of, readable_positions
-from ..drafts.ragged import can_read_rows, read_ragged
+from ..drafts import Draft, DraftSource
+from ..drafts.base import proposal_of
 from ..grammars import allowed_logits
+from ..models.base import LanguageModel, readable_positions
+from ..models.reading import read_ragged
 from ..ops import sample, verify_block, verify_exact, verify_gumbel, verify_sigmoid
 from ..ops.uniforms import verification_uniforms
 from ..sampling import SamplingTensors
@@ -194,7 +195,7 @@ def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -
     is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
     is_draft = is_inside & (tokens >= 0) & (tokens < target.vocab_size)
     # Where the padding of sampled drafts begins may not depend on what was drawn.
-    for token in getattr(target, "undrafted", ()) if proposal.logits is None else ():
+    for token in target.undrafted if proposal.logits is None else ():
         is_draft = is_draft & (tokens != token)
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
@@ -224,7 +225,7 @@ def _read_drafts(
     if num_draft_tokens > 0:
         # Padding is the newest token, which a row that has ended may have at the last readable position.
         unread = torch.cat([unread, torch.where(drafts < 0, unread[:, -1:], drafts)], 1)
-    if plan.choose is not None and plan.prefill_length is None and unread.shape[0] > 1 and can_read_rows(target):
+    if plan.choose is not None and plan.prefill_length is None and unread.shape[0] > 1 and target.reads_rows:
         # Processors, and those who keep the logits, get all rows, and may not take NaN.
         is_filled = plan.on_logits is not None or state.sampling.processors is not None
         logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)

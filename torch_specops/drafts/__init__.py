@@ -15,7 +15,8 @@ A source that samples sets `deterministic = False`, uses the `sampling` and `see
 that it sampled from, as `ModelDraft` in model.py does.
 """
 
-from .base import AnyDraft, Draft, DraftSource, FeatureModel, LanguageModel
+from ..models import FeatureModel, LanguageModel
+from .base import AnyDraft, Draft, DraftSource
 from .dflash import DFlash
 from .eagle3 import Eagle3
 from .early_exit import EarlyExit

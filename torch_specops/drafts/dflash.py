@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..models.base import LanguageModel, feature_model
 from ..sampling import SamplingTensors
-from .base import Draft, LanguageModel, feature_model
+from .base import Draft
 from .dflash_head import DFlashHead, read_drafter
 from .feature import PublishedDraft, check_target
 from .layers import Attention
@@ -50,7 +51,7 @@ class DFlash(PublishedDraft):
         self._num_behind = head.config.block_size
 
     def bind(self, target: LanguageModel) -> None:
-        model, config = feature_model(target, "embeddings", "head"), self.head.config
+        model, config = feature_model(target), self.head.config
         sizes = {
             "hidden_size": (config.hidden_size, model.hidden_size),
             "vocab_size": (config.vocab_size, model.vocab_size),

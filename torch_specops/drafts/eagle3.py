@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.base import LanguageModel, feature_model
 from ..ops.attention import spans_of
 from ..ops.kv_cache import Window
-from .base import LanguageModel, feature_model
 from .eagle3_files import read_head
 from .eagle3_head import Eagle3Head
 from .feature import PublishedDraft, check_target

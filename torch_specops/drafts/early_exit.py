@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from .. import checks
-from .base import LanguageModel
+from ..models.base import LanguageModel, Part
 from .model import ModelDraft
 
 
@@ -35,21 +35,23 @@ class EarlyExit(ModelDraft):
     """
 
     # The target's.
-    vocab_size = None
+    vocab_size = device = None
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = checks.check_int("num_layers", num_layers, 1)
         self._layers_of: LanguageModel | None = None
 
+    @property
+    def inside(self) -> Sequence[Part]:  # type: ignore[override]
+        return () if self._layers_of is None else super().inside
+
     def bind(self, target: LanguageModel) -> None:
-        if not hasattr(target, "first_layers"):
-            raise TypeError(f"target: early exit needs the method first_layers, which {type(target).__name__} lacks")
         if target is not self._layers_of:
             super().__init__(target.first_layers(self.num_layers))
             self._layers_of = target
         super().bind(target)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        if not hasattr(self, "model"):
+        if self._layers_of is None:
             raise RuntimeError("start: an EarlyExit has no layers before bind was called with the target")
         super().start(tokens, lengths, capacity, inputs)

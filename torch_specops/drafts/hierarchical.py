@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import checks
+from ..models.base import LanguageModel, Part, static_tensors_of
 from ..ops import verify_exact, verify_gumbel
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import inner_seeds
 from ..sampling import SamplingTensors
-from .base import AnyDraft, Draft, LanguageModel, proposal_of, readable_lengths, static_tensors_of
+from .base import AnyDraft, Draft, proposal_of, readable_lengths
 from .lookup import PromptLookup
 from .model import ModelDraft, as_draft_source
 
@@ -77,6 +78,10 @@ class HierarchicalDraft(ModelDraft):
         self.inner = inner
         self.num_inner_tokens = checks.check_int("num_inner_tokens", num_inner_tokens, 1)
         self.num_forwards = checks.check_int("num_forwards", num_forwards, 1)
+
+    @property
+    def inside(self) -> Sequence[Part]:  # type: ignore[override]
+        return (self.model, self.inner)
 
     def bind(self, target: LanguageModel) -> None:
         super().bind(target)

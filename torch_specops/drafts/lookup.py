@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
+from ..models.base import settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
-from .base import Draft, DraftSource, settings_of
+from .base import Draft, DraftSource
 
 # `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
 # NUM_TOKENS tokens.

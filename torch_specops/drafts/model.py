@@ -11,23 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
+from ..models.base import LanguageModel, Part, as_language_model, refuse_class, settings_of, static_tensors_of
+from ..models.reading import read_beginnings, read_texts
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import uniforms
 from ..sampling import SamplingTensors
-from .base import (
-    AnyDraft,
-    Draft,
-    DraftSource,
-    LanguageModel,
-    as_language_model,
-    refuse_class,
-    replace_inputs,
-    settings_of,
-    stacked,
-    static_tensors_of,
-)
-from .images import reads_images
-from .ragged import expect_tokens, read_beginnings, read_texts
+from .base import AnyDraft, Draft, DraftSource, stacked
 
 
 class SampledDraft(DraftSource):
@@ -141,28 +130,30 @@ class ModelDraft(SequentialDraft):
         self.model = as_language_model("model", model)
         self._takes_inputs = True
 
-    # An `EarlyExit` has no model before it is bound.
+    @property
+    def inside(self) -> Sequence[Part]:  # type: ignore[override]
+        return (self.model,)
+
     @property
     def vocab_size(self) -> int | None:  # type: ignore[override]
-        return self.model.vocab_size if hasattr(self, "model") else None
+        return self.model.vocab_size
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
-        return self.model.device if hasattr(self, "model") else None
+        return self.model.device
 
     @property
     def max_length(self) -> int | None:  # type: ignore[override]
-        return self.model.max_length if hasattr(self, "model") else None
+        return self.model.max_length
 
     def bind(self, target: LanguageModel) -> None:
         # The draft reads the output of the target's encoder if it has the same encoder or none of its own.
-        if hasattr(target, "share_encoder"):
-            self.model = target.share_encoder(self.model)
+        self.model = target.share_encoder(self.model)
         # A draft of text alone reads the placeholders of images as tokens.
-        self._takes_inputs = not reads_images(target) or reads_images(self.model)
+        self._takes_inputs = not target.reads_images or self.model.reads_images
 
     def expect(self, num_draft_tokens: int) -> None:
-        expect_tokens(self.model, num_draft_tokens + 1)
+        self.model.expect(num_draft_tokens + 1)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._room = self.max_length if self.max_length is not None and capacity > self.max_length else None
@@ -176,7 +167,7 @@ class ModelDraft(SequentialDraft):
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         if self._takes_inputs:
-            replace_inputs(self.model, row, inputs)
+            self.model.replace_inputs(row, inputs)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.
@@ -209,9 +200,12 @@ def as_draft_source(draft: AnyDraft, name: str = "draft") -> DraftSource | None:
     if draft is None or isinstance(draft, DraftSource):
         return draft
     refuse_class(name, draft)
-    if hasattr(draft, "propose") or not (isinstance(draft, nn.Module) or hasattr(draft, "forward")):
-        advice = "; a class with propose must derive from DraftSource" if hasattr(draft, "propose") else ""
-        if isinstance(draft, str):
-            advice = " (torch_specops.drafts.PromptLookup() copies from the text; load a model before the call)"
-        raise TypeError(f"{name}: expected a model, a DraftSource or None, got {type(draft)}{advice}")
-    return ModelDraft(as_language_model(name, draft))
+    if isinstance(draft, (LanguageModel, nn.Module)):
+        return ModelDraft(as_language_model(name, draft))
+    raise TypeError(f"{name}: expected a model, a DraftSource or None, got {type(draft)}; {_advice(draft)}")
+
+
+def _advice(draft: object) -> str:
+    if isinstance(draft, str):
+        return "torch_specops.drafts.PromptLookup() copies from the text; load a model before the call"
+    return "a class with propose must derive from DraftSource, a model of your own from LanguageModel"

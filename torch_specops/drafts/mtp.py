@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..models.base import LanguageModel, as_language_model, feature_model
 from ..sampling import SamplingTensors
-from .base import Draft, LanguageModel, as_language_model, feature_model, stacked
+from .base import Draft, stacked
 from .feature import FeatureDraft, check_target
 
 # The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
@@ -76,16 +77,14 @@ class MTP(FeatureDraft):
                 another shape, by name; another number of layers than the config says, if it says one.
         """
         assert read_head is not None
-        model: Any = as_language_model("target", target)
-        if not hasattr(model, "prepared"):
-            raise TypeError(f"target: expected a transformers model, which has MTP layers, got {type(model).__name__}")
-        draft = cls(read_head(model.model, folder_or_id, dtype))
+        model = as_language_model("target", target)
+        draft = cls(read_head(model, folder_or_id, dtype))
         draft.bind(model)
         return draft
 
     def bind(self, target: LanguageModel) -> None:
-        model = feature_model(target, "prepared")
-        check_target(self.head.sizes(model))
+        model = feature_model(target)
+        check_target(self.head.sizes(target))
         super().bind(target)
         self.feature_layers = (model.num_layers,)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import LanguageModel, as_language_model
-
-# Tokens have no part in these.
-PASSED_ON = (
-    *("begin_texts", "clear_rows", "copy_rows", "expect", "keeps_states", "not_compiled", "reads_rows"),
-    *("replace_inputs", "static_tensors"),
-)
+from ..models.base import LanguageModel, Part, as_language_model
 
 
-class TokenMap:
+def _of_model(name: str) -> Any:
+    return property(attrgetter(f"model.{name}"))
+
+
+class TokenMap(LanguageModel):
     """A `LanguageModel` with another vocabulary, mapped so that it can draft for the target.
 
     Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
@@ -46,6 +45,14 @@ class TokenMap:
         3
     """
 
+    # Tokens have no part in these.
+    device, max_length, keeps_states, not_compiled, reads_rows = map(
+        _of_model, ("device", "max_length", "keeps_states", "not_compiled", "reads_rows")
+    )
+    begin_texts, clear_rows, copy_rows, expect, replace_inputs, static_tensors = map(
+        _of_model, ("begin_texts", "clear_rows", "copy_rows", "expect", "replace_inputs", "static_tensors")
+    )
+
     def __init__(self, model: LanguageModel | nn.Module, draft_of_target: Tensor, unknown: int = 0) -> None:
         model = as_language_model("model", model)
         if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
@@ -68,12 +75,8 @@ class TokenMap:
         self._read_as = torch.where(self._has_twin, twins, unknown)
 
     @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def max_length(self) -> int | None:
-        return self.model.max_length
+    def inside(self) -> Sequence[Part]:  # type: ignore[override]
+        return (self.model,)
 
     def look(self) -> None:
         """Check that the model, which has its own `look`, knows the tokens of the map."""
@@ -82,12 +85,6 @@ class TokenMap:
             raise ValueError(f"draft_of_target: expected tokens in [0, {size}) or -1, got {self._highest}")
         if not 0 <= self._unknown < size:
             raise ValueError(f"unknown: expected a token in [0, {size}), got {self._unknown}")
-
-    def __getattr__(self, name: str) -> Any:
-        """The model's, of the methods and properties that a model may lack."""
-        if name not in PASSED_ON:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.model, name)
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self._has_twin, self._read_as = (each.to(self.device) for each in (self._has_twin, self._read_as))

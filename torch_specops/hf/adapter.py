@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..drafts.ragged import expect_tokens
 from ..ops.attention import DTYPES
 from .architecture import Reading, unwrapped, windows
 from .encoder_decoder import EncoderDecoderModel
@@ -176,7 +175,7 @@ def _difference(
     count = min(12, adapter.max_length or 12)
     tokens = (torch.arange(count, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
     capacity = min(CAPACITY, adapter.max_length or CAPACITY)
-    expect_tokens(adapter, count)
+    adapter.expect(count)
     adapter.start(2, capacity)
     _lower(adapter, lowered)
     adapter.begin_texts(torch.full((2,), 1 if isinstance(adapter, HybridModel) else count, device=device))

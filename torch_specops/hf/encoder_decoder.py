@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel, WhisperForCausalLM
 from transformers.cache_utils import StaticLayer
 
-from ..drafts import LanguageModel
+from ..models import LanguageModel
 from ..ops.kv_cache import visible_slots
 from ..ops.tracing import normal_tensors
 from .architecture import layers_of
@@ -52,7 +52,7 @@ class EncoderDecoderModel(TransformersModel):
     reads_inputs = True
 
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> int:  # type: ignore[override]
         return len(layers_of(self.prepared))
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

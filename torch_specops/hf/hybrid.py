@@ -55,7 +55,7 @@ class HybridModel(TransformersModel):
         self._unread = {row for row, source in enumerate(sources.tolist()) if source in self._unread}
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> int:  # type: ignore[override]
         rings = () if self._cache is None else self._cache.rings
         return sum(ring.numel() * ring.element_size() for ring in rings)
 

@@ -87,7 +87,7 @@ class ImageTextModel(TransformersModel):
         self._is_compared = self.model.config.model_type in TESTED_MODELS
 
     @property
-    def undrafted(self) -> tuple[int, ...]:
+    def undrafted(self) -> tuple[int, ...]:  # type: ignore[override]
         return (self._placeholder,)
 
     def check_images(
@@ -159,7 +159,7 @@ class ImageTextModel(TransformersModel):
             )
 
     def read_images(self, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
-        """`ImageModel.read_images`; a ValueError also for a model whose text does not go on from its own reading of
+        """`LanguageModel.read_images`; a ValueError also for a model whose text does not go on from its own reading of
         images."""
         given = [each for each in self._images if set(each[0]) <= set(rows)]
         self._images = [each for each in self._images if not set(each[0]) <= set(rows)]

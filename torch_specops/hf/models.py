@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..drafts.base import settings_of
+from ..models.base import FeatureModel, TreeModel, settings_of
 from ..ops.attention import spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
@@ -47,7 +47,7 @@ Seen = Tensor | Mapping[str, Tensor | None]
 Check = Callable[["TransformersModel"], Reading | None]
 
 
-class TransformersModel:
+class TransformersModel(FeatureModel, TreeModel):
     """A causal transformers model with a ragged static cache (`LanguageModel`).
 
     The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ShadowModel`).
@@ -79,7 +79,6 @@ class TransformersModel:
     """
 
     reads_rows = True
-    reads_inputs = False
     use_spans = True
     _cache_kind: type[RaggedCache] = RaggedCache
     # Left out of copies (`settings_of`): `_begin` makes them again.
@@ -173,35 +172,35 @@ class TransformersModel:
         self._obstacle = self._copy.newest.not_followed or why_not_compiled(self.model)
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # type: ignore[override]
         return self._copy.version
 
     @property
-    def compile_key(self) -> Hashable:
+    def compile_key(self) -> Hashable:  # type: ignore[override]
         return tuple(self._copy.newest.code)
 
     @property
-    def is_observed(self) -> bool:
+    def is_observed(self) -> bool:  # type: ignore[override]
         return self._copy.newest.is_observed
 
     @property
-    def not_compiled(self) -> str | None:
+    def not_compiled(self) -> str | None:  # type: ignore[override]
         return self.eager_because or self._obstacle
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]
         return self._config.vocab_size
 
     @property
-    def reads_beyond(self) -> bool:
+    def reads_beyond(self) -> bool:  # type: ignore[override]
         return self._computes_positions and self.limited_by is None
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.model.device
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> tuple[int, ...]:  # type: ignore[override]
         """The eos tokens of the generation config; a tokenizer rebuilt from a GGUF file may name a wrong eos token."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         if eos is None:
@@ -209,7 +208,7 @@ class TransformersModel:
         return (eos,) if isinstance(eos, int) else tuple(eos)
 
     @property
-    def pad_token_id(self) -> int | None:
+    def pad_token_id(self) -> int | None:  # type: ignore[override]
         return self.model.generation_config.pad_token_id if self.model.generation_config else None
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -253,22 +252,22 @@ class TransformersModel:
                 each.copy_rows(sources, width)
 
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> int:  # type: ignore[override]
         return self._first_layers or self._config.num_hidden_layers
 
     @property
-    def hidden_size(self) -> int:
+    def hidden_size(self) -> int:  # type: ignore[override]
         return self._config.hidden_size
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.model.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.prepared.get_input_embeddings()(tokens)
 
     @property
-    def embeddings(self) -> Tensor:
+    def embeddings(self) -> Tensor:  # type: ignore[override]
         return self.prepared.get_input_embeddings().weight
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -282,7 +281,7 @@ class TransformersModel:
             self._is_looked_at = False
 
     @property
-    def features(self) -> Tensor:
+    def features(self) -> Tensor:  # type: ignore[override]
         if self._features is None or self._features.values is None:
             raise RuntimeError("features: none are kept; call keep_features, then start")
         return self._features.values
@@ -310,7 +309,7 @@ class TransformersModel:
         return self.read(tokens, positions, self.supports_spans and self.use_spans and serve, num_logits, rows)
 
     @property
-    def packs_rows(self) -> bool:
+    def packs_rows(self) -> bool:  # type: ignore[override]
         """Whether `forward_packed` gives the logits of `forward`: attention is ours, and all else is token by token."""
         return self.supports_spans
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..drafts.checkpoint import check_floating, checkpoint_folder, filled, open_weights
+from ..models import LanguageModel
 from ..ops.kv_cache import visible_slots
 from .architecture import layers_of, windows
 from .cache import RaggedCache, cache_argument
@@ -95,9 +96,10 @@ class MtpHead(nn.Module):
         self._types = getattr(config, "layer_types", None) or ["all"] * len(self.layers)
         self._windows = windows(config)
 
-    def sizes(self, target: TransformersModel) -> dict[str, tuple[Any, Any]]:
+    def sizes(self, target: LanguageModel) -> dict[str, tuple[Any, Any]]:
         """What it must have in common with a target: its own, and the target's."""
-        layer, config = layers_of(target.model)[-1], self.config
+        target, config = _of_transformers(target), self.config
+        layer = layers_of(target.model)[-1]
         return {
             "layers": (self._layer_class, type(getattr(layer, "_orig_mod", layer))),
             "hidden_size": (config.hidden_size, target.hidden_size),
@@ -159,10 +161,19 @@ class Found(NamedTuple):
         return [f"{stem}.{expert}.{each}.weight" for expert in range(len(like)) for each in EXPERTS[last]]
 
 
+def _of_transformers(target: LanguageModel) -> TransformersModel:
+    if not isinstance(target, TransformersModel):
+        raise TypeError(f"target: expected a transformers model, which has MTP layers, got {type(target).__name__}")
+    return target
+
+
 def read_mtp_head(
-    model: PreTrainedModel, folder_or_id: str | os.PathLike[str] | None = None, dtype: torch.dtype | None = None
+    target: LanguageModel | PreTrainedModel,
+    folder_or_id: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> MtpHead:
     """The MTP layers of a model, with the errors of `MTP.from_pretrained`."""
+    model: PreTrainedModel = _of_transformers(target).model if isinstance(target, LanguageModel) else target
     source = model.config.name_or_path if folder_or_id is None else folder_or_id
     if not source:
         raise ValueError("folder_or_id: expected the checkpoint, because the target does not say where it came from")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..drafts.ragged import FORWARD_COST, groups_by_length
+from ..models.reading import FORWARD_COST, groups_by_length
 from .cache import RaggedCache, RaggedLayer
 from .models import TransformersModel
 from .rotary import rereads_at

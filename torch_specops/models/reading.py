@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..ops.tracing import normal_tensors
 from .base import LanguageModel
-from .images import reads_images
 
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
@@ -19,52 +17,28 @@ FORWARD_COST = 32
 PACKED_COST = 0.9
 
 
-class RowReader(LanguageModel, Protocol):
-    """A language model that can read some rows of its batch and leave the others unchanged.
-
-    It may have `copy_rows(sources, width)`: row i then has read what row sources[i] has, the first `width` tokens. With
-    `packs_rows`, True, it has `forward_packed(tokens, positions, is_read, rows)` too: `forward` for the tokens
-    [A, n] that `is_read` [A, n] bool names, the first of each row, with logits [N, V], row by row.
-    """
-
-    @property
-    def reads_rows(self) -> bool:
-        """True = this model can: a class may have the method while some of its models cannot use it."""
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
-    ) -> Tensor:
-        """`LanguageModel.forward` for the rows `rows` [A] int64 only, each at most once; tokens and positions are
-        [A, n]. None = all rows."""
-
-
-def can_read_rows(model: LanguageModel) -> TypeGuard[RowReader]:
-    return getattr(model, "reads_rows", False)
-
-
 def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = None) -> None:
     """Let a model forget what it has read of rows [A], None = all, which `start` has cleared; and tell it the lengths
     [A] of their new prompts, if it depends on them."""
     with normal_tensors():
-        if rows is not None and hasattr(model, "clear_rows"):
+        if rows is not None:
             model.clear_rows(rows)
-        if hasattr(model, "begin_texts"):
-            model.begin_texts(lengths, rows)
+        model.begin_texts(lengths, rows)
 
 
 def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tensor, num_unread: int) -> None:
     """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
     other rows do not change. May wait for the device."""
     begin_texts(model, lengths[rows], rows)
-    if reads_images(model):
+    if model.reads_images:
         with_images = model.read_images(tokens, rows.tolist(), num_unread)
         rows = rows[[row not in with_images for row in rows.tolist()]]
         if len(rows) == 0:
             return
     counts = (lengths[rows] - num_unread).tolist()
     # What a state begins with cannot be left for a step.
-    counts = [max(count, 1) for count in counts] if keeps_states(model) else counts
-    if not can_read_rows(model):
+    counts = [max(count, 1) for count in counts] if model.keeps_states else counts
+    if not model.reads_rows:
         index = torch.arange(max(*counts, 1), device=tokens.device)
         # At least one token is read: the first forward reads new inputs, and compiled steps do not. The other rows read
         # their newest token, which their next step reads again in any case.
@@ -80,15 +54,15 @@ def read_beginnings(
 ) -> None:
     """Let a model read the texts of all rows, `lengths` [B] long with prompts of `prompt_lengths` [B] (None = all of
     it), except for the `num_unread` newest tokens of the longest, but at least one token, to allocate a cache; equal
-    texts once, if it has `copy_rows`. May wait for the device."""
+    texts once, if it `reads_rows`. May wait for the device."""
     # A model that keeps states reads a whole text as it reads a prompt.
-    prompt_lengths = lengths if prompt_lengths is None or keeps_states(model) else prompt_lengths
+    prompt_lengths = lengths if prompt_lengths is None or model.keeps_states else prompt_lengths
     begin_texts(model, prompt_lengths)
-    if reads_images(model) and model.read_images(tokens, range(len(tokens)), num_unread):
+    if model.read_images(tokens, range(len(tokens)), num_unread):
         return
     counts = [max(count, 1) for count in (lengths - num_unread).tolist()]
     rows = list(range(len(tokens)))
-    if len(tokens) > 1 and can_read_rows(model) and hasattr(model, "copy_rows"):
+    if len(tokens) > 1 and model.reads_rows:
         first: dict[tuple[int, ...], int] = {}
         width = max(counts)
         texts = zip(lengths.tolist(), prompt_lengths.tolist(), *tokens[:, :width].t().tolist(), strict=True)
@@ -105,27 +79,15 @@ def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[in
     """Let a model read the first `counts` tokens of these rows. A shorter text is read beyond its end, and its next
     tokens overwrite those slots; in a state they would stay."""
     index = torch.arange(max(*counts, 1), device=tokens.device)
-    for group in groups_by_length(counts, 0 if keeps_states(model) else forward_cost):
+    for group in groups_by_length(counts, 0 if model.keeps_states else forward_cost):
         width = counts[group[0]]
         if width < 1:
             continue
         if len(group) == len(tokens) and rows == list(range(len(tokens))):
             model.forward(tokens[:, :width], index[:width].expand(len(tokens), -1), 1)
         else:
-            assert can_read_rows(model)
             chosen = torch.tensor([rows[each] for each in group], device=tokens.device)
             model.forward(tokens[chosen, :width], index[:width].expand(len(group), -1), 1, chosen)
-
-
-def expect_tokens(model: Any, num_tokens: int) -> None:
-    """Tell a model that keeps states how many tokens a forward has that may be undone; before `start`."""
-    if keeps_states(model):
-        model.expect(num_tokens)
-
-
-def keeps_states(model: object) -> bool:
-    """Whether a model keeps states of texts (`LanguageModel`)."""
-    return getattr(model, "keeps_states", False)
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:
@@ -145,7 +107,7 @@ def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[li
 
 
 def read_ragged(
-    target: RowReader, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor, is_filled: bool
+    target: LanguageModel, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor, is_filled: bool
 ) -> Tensor:
     """[B, n, V] logits of each row's newest token and `num_proposed` [B] drafts, in tokens [B, n] at positions [B, n].
     Padding behind the drafts, and rows that are `finished` [B], may not be read; their logits are then 0 if
@@ -163,7 +125,7 @@ def read_ragged(
     if rows is not None:
         tokens, positions = tokens[rows], positions[rows]
     where: Tensor | None = rows
-    if pays and hasattr(target, "forward_packed") and getattr(target, "packs_rows", False):
+    if pays and target.packs_rows:
         where = torch.arange(width, device=tokens.device) < torch.tensor(counts, device=tokens.device).unsqueeze(1)
         part = target.forward_packed(tokens, positions, where if rows is None else where[rows], rows)
     else:
