@@ -131,7 +131,7 @@ def measure(models: list[LlamaForCausalLM], batch: int, options: argparse.Namesp
     peak = torch.cuda.max_memory_allocated(device)
 
     decoder.stream(prompts, **settings)
-    state, plan = decoder._newest.state, StepPlan(num_drafts, is_fixed=True)
+    state, plan = decoder._newest.state, StepPlan(num_drafts, is_compiled=True)
 
     def step() -> Tensor:
         return decoder._compiled_steps.run(state, plan)[0]

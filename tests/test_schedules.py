@@ -110,7 +110,7 @@ class Loop:
 
     Args:
         looks_up: drafts are known before they are verified; otherwise each costs `drafting` seconds.
-        is_fixed: all rows read as many tokens as the one with most, and as a bucket has.
+        is_compiled: all rows read as many tokens as the one with most, and as a bucket has.
         has_equal_prompts: the first step reads the prompts.
         is_captured: no draft is known before it is verified, and a step is timed before it runs the first time.
         slow: the steps that take five times as long, for another reason.
@@ -124,7 +124,7 @@ class Loop:
         *,
         looks_up: bool = True,
         drafting: float = 0.0,
-        is_fixed: bool = False,
+        is_compiled: bool = False,
         is_captured: bool = False,
         is_refilled: bool = False,
         has_equal_prompts: bool = True,
@@ -132,7 +132,7 @@ class Loop:
         speed: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.schedule, self.seconds, self.looks_up, self.drafting = schedule, seconds, looks_up, drafting
-        self.is_fixed, self.is_refilled, self.slow = is_fixed or is_captured, is_refilled, slow
+        self.is_compiled, self.is_refilled, self.slow = is_compiled or is_captured, is_refilled, slow
         self.is_captured, self.speed = is_captured, speed
         self.has_equal_prompts = has_equal_prompts
         # The numbers of drafts whose steps were timed.
@@ -144,7 +144,7 @@ class Loop:
         """Rounded as the runner rounds them."""
         counts, buckets = list(self.schedule.plan(step)), self.schedule.buckets
         most = max((count for count in buckets if count <= max(counts)), default=buckets[0])
-        return [min(most, room) for room in step.rooms] if self.is_fixed else counts
+        return [min(most, room) for room in step.rooms] if self.is_compiled else counts
 
     def run(self, texts: Sequence[Text], num_rows: int | None = None) -> float:
         """The seconds that it takes, without what slow steps take more."""
@@ -162,13 +162,13 @@ class Loop:
                 [own - 1 for own in left],
                 left,
                 size,
-                is_fixed=self.is_fixed,
+                is_compiled=self.is_compiled,
                 is_refilled=self.is_refilled,
-                reads_prompts=self.has_equal_prompts and num_steps == 0 and not self.is_fixed,
+                reads_prompts=self.has_equal_prompts and num_steps == 0 and not self.is_compiled,
                 looks_up=self.looks_up,
                 asks_again=self.looks_up and not self.is_captured,
             )
-            if self.is_fixed:
+            if self.is_compiled:
                 # How much room there is decides no graph.
                 step = replace(step, rooms=[self.schedule.buckets[-1] * (own > 1) for own in left])
             counts, offered = self.planned(step), None
@@ -184,12 +184,12 @@ class Loop:
                 step = replace(step, offered=offered, matches=[match for _, match, _ in cells])
                 counts = list(self.schedule.plan(step))
                 assert all(0 <= own <= most for own, most in zip(counts, offered, strict=True))
-                if self.is_fixed:
+                if self.is_compiled:
                     num_draft_tokens = min(count for count in self.schedule.buckets if count >= max(counts))
-            if self.is_fixed:
+            if self.is_compiled:
                 counts = [min(num_draft_tokens, own - 1) for own in left]
             accepted = [min(own, right) for own, (_, _, right) in zip(counts, cells, strict=True)]
-            read = size * (1 + num_draft_tokens) if self.is_fixed else len(rows) + sum(counts)
+            read = size * (1 + num_draft_tokens) if self.is_compiled else len(rows) + sum(counts)
             # Reading the prompts takes longer than reading the drafts, and is not timed.
             num_steps += 1
             seconds = self.seconds(len(rows) if step.reads_prompts else read)
@@ -239,9 +239,9 @@ def test_looked_up_drafts_as_many_as_pay(chance: float, seconds: Seconds) -> Non
 
 
 @pytest.mark.parametrize(("drafting", "chance"), [(0.05, 0.9), (0.2, 0.95), (0.4, 0.5), (0.4, 0.0), (0.1, 1.0)])
-@pytest.mark.parametrize("is_fixed", [False, True])
-def test_drafts_that_are_planned_as_many_as_pay(drafting: float, chance: float, is_fixed: bool) -> None:
-    options: dict[str, Any] = {"looks_up": False, "drafting": drafting, "is_fixed": is_fixed}
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_drafts_that_are_planned_as_many_as_pay(drafting: float, chance: float, is_compiled: bool) -> None:
+    options: dict[str, Any] = {"looks_up": False, "drafting": drafting, "is_compiled": is_compiled}
     texts = [a_text(1500, lambda position: chance)]
     found = Loop(Auto(10), stepped, **options)
     assert found.run(texts) < 1.04 * best_constant(texts, stepped, **options) + 6
@@ -415,10 +415,10 @@ def test_compiled_steps_need_no_more_than_two_graphs() -> None:
     texts = [a_text(600, lambda position: 1.0)]
     schedule = as_schedule(None, 10, deterministic=True)
     assert schedule.buckets == (0, 10)
-    assert Loop(schedule, flat, looks_up=False, drafting=0.01, is_fixed=True).run(texts) < 85
+    assert Loop(schedule, flat, looks_up=False, drafting=0.01, is_compiled=True).run(texts) < 85
 
 
-@pytest.mark.parametrize("options", [{"is_fixed": True}, {"is_captured": True}])
+@pytest.mark.parametrize("options", [{"is_compiled": True}, {"is_captured": True}])
 @pytest.mark.parametrize("seconds", [flat, dear, stepped])
 def test_two_graphs_of_drafts_that_are_looked_up(options: dict[str, Any], seconds: Seconds) -> None:
     """The default of compiled and captured steps drafts where it pays, and loses little where it does not."""

@@ -179,7 +179,7 @@ def test_a_step_waits_for_nothing(kind: str) -> None:
     loop = decoder("cuda", kind)
     run(loop)
     loop.stream(PROMPTS.cuda(), attention_mask=MASK.cuda(), max_new_tokens=max(LIMITS), seed=3)
-    plan = StepPlan(NUM_DRAFTS, is_fixed=True)
+    plan = StepPlan(NUM_DRAFTS, is_compiled=True)
     with no_synchronisation():
         for _ in range(size("replays")):
             loop._compiled_steps.run(loop._newest.state, plan)

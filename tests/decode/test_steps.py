@@ -128,12 +128,12 @@ def test_compiled_steps_have_few_numbers_of_drafts() -> None:
     """Those that are ready, where they suffice, and else the schedule's buckets. Eager steps have any number."""
     asked = [(5, 0), (5, 2), (5, 3), (7, 20), (11, 6), (19, 20), (1, 0)]
     ready = [(2, False), (5, False), (3, True)]
-    for is_fixed, expected in ((True, [2, 2, 5, 5, 8, 12, 1]), (False, [0, 2, 3, 7, 6, 19, 0])):
-        options = {"is_fixed": is_fixed, "is_masked": False}
+    for is_compiled, expected in ((True, [2, 2, 5, 5, 8, 12, 1]), (False, [0, 2, 3, 7, 6, 19, 0])):
+        options = {"is_compiled": is_compiled, "is_masked": False}
         planner = Planner(Heuristic(), None, ready)
         assert [planner._smallest_sufficient(*numbers, **options) for numbers in asked] == expected
         # A value below all buckets.
-        assert Planner(Given([4, 8]), None, [])._smallest_sufficient(3, 9, **options) == (4 if is_fixed else 3)
+        assert Planner(Given([4, 8]), None, [])._smallest_sufficient(3, 9, **options) == (4 if is_compiled else 3)
 
 
 def test_drafts_that_a_schedule_leaves_out_were_not_proposed() -> None:

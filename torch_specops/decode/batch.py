@@ -86,7 +86,7 @@ class Batch:
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
         # The next step is compiled. Between compiled steps, eager steps run while a text needs more room.
-        self._is_fixed = steps.compiled
+        self._is_compiled = steps.compiled
         # A step that was read before its time, because the next step's masks depend on its tokens.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
@@ -118,13 +118,13 @@ class Batch:
         target.expect(steps.most_drafts + 1)
         if draft is not None:
             draft.expect(steps.most_drafts)
-        if self._is_fixed:
+        if self._is_compiled:
             self.state = steps.place(self, self._input_shapes)
         state, lengths = self.state, [row.length for row in self.rows]
         reads_first |= _keep_features(target, draft) or target.keeps_states
         with normal_tensors():
             target.start(len(lengths), min(state.capacity, readable_length(target) or state.capacity), inputs)
-        if self._is_fixed or min(lengths) < max(lengths) or reads_first:
+        if self._is_compiled or min(lengths) < max(lengths) or reads_first:
             prompt_lengths = state.lengths.new_tensor([len(row.prompt) for row in self.rows])
             read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)
             self._prefill_length = None
@@ -132,7 +132,7 @@ class Batch:
             # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
             begin_texts(target, state.lengths)
             self._prefill_length = max(lengths)
-        steps.compile_draft(is_fixed=self._is_fixed)
+        steps.compile_draft(is_compiled=self._is_compiled)
         if draft is not None:
             with normal_tensors():
                 draft.start(state.tokens, readable_lengths(draft, state.tokens, state.lengths), state.capacity, inputs)
@@ -194,11 +194,11 @@ class Batch:
         state, fits = self._texts.fitted(self.state, self._steps.compiled)
         if state is None:
             return
-        self._is_fixed, self.state = fits, state
+        self._is_compiled, self.state = fits, state
         if fits:
             self.state = self._steps.place(self, self._input_shapes)
             self._steps.keep_valid_graphs()
-        self._steps.compile_draft(is_fixed=fits)
+        self._steps.compile_draft(is_compiled=fits)
 
     def replace_inputs(self, index: int, inputs: Mapping[str, Tensor]) -> None:
         """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
@@ -213,7 +213,7 @@ class Batch:
         """Called when the models were looked at, while rows go on. Returns whether any has changed."""
         has_changed = self._steps.follow_models()
         if has_changed:
-            self._steps.compile_draft(is_fixed=self._is_fixed)
+            self._steps.compile_draft(is_compiled=self._is_compiled)
         return has_changed
 
     def end(self, index: int, reason: str) -> None:
@@ -251,17 +251,17 @@ class Batch:
 
     def _plan(self) -> PlannedStep:
         """Plan the next step; compile and capture it if it is not ready."""
-        steps, is_fixed = self._steps, self._is_fixed
-        sees_drafts = not self._is_cuda and not (is_fixed and steps.one_graph)
+        steps, is_compiled = self._steps, self._is_compiled
+        sees_drafts = not self._is_cuda and not (is_compiled and steps.one_graph)
         while True:
             planned = self._planner.plan(
                 self.rows,
-                is_fixed=is_fixed,
+                is_compiled=is_compiled,
                 is_refilled=self._is_refilled,
                 sees_drafts=sees_drafts,
                 reads_prompts=self._prefill_length is not None,
             )
-            if not is_fixed:
+            if not is_compiled:
                 return planned
             if planned.asked.asks_again:
                 # What is verified may be fewer drafts than were looked up.
@@ -293,18 +293,18 @@ class Batch:
     def _launch(self, planned: PlannedStep) -> None:
         """Begin a step. On CUDA it runs while the host goes on."""
         started, steps = time.perf_counter(), self._steps
-        is_fixed, num_draft_tokens = planned.asked.is_fixed, planned.num_draft_tokens
+        is_compiled, num_draft_tokens = planned.asked.is_compiled, planned.num_draft_tokens
         if num_draft_tokens > 0:
             planned.caught_up = self._num_undrafted > 0
             self._catch_up()
         else:
             # Rows that are too long for the draft need no catching up.
             self._num_undrafted += not self._planner.is_outgrown
-        may_choose = planned.asked.asks_again if is_fixed else not self._is_cuda
+        may_choose = planned.asked.asks_again if is_compiled else not self._is_cuda
         plan = StepPlan(
             num_draft_tokens,
-            is_fixed=is_fixed,
-            masks=partial(self._masks, is_fixed) if planned.is_masked else None,
+            is_compiled=is_compiled,
+            masks=partial(self._masks, is_compiled) if planned.is_masked else None,
             choose=partial(self._planner.choose, planned) if may_choose else None,
             prefill_length=self._prefill_length,
             on_logits=None if self._logits is None else self._logits.push,
@@ -313,7 +313,7 @@ class Batch:
         self._reader.push(record, planned)
         planned.draft_seconds = 0.0 if drafted is None else drafted - started
         if self._prefill_length is None:
-            seconds = steps.ready[num_draft_tokens, planned.is_masked] if is_fixed else None
+            seconds = steps.ready[num_draft_tokens, planned.is_masked] if is_compiled else None
             planned.seconds = time.perf_counter() - started - planned.draft_seconds if seconds is None else seconds
         self._prefill_length = None
 
@@ -324,7 +324,7 @@ class Batch:
             results = self._read(*read)
         return results
 
-    def _masks(self, is_fixed: bool, proposal: Draft) -> tuple[Draft, Tensor]:
+    def _masks(self, is_compiled: bool, proposal: Draft) -> tuple[Draft, Tensor]:
         """The drafts to verify and their bitmask, for `StepPlan.masks`."""
         # Waits for the drafts, and with them for the step before.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
@@ -337,7 +337,7 @@ class Batch:
             self._target.vocab_size,
             deterministic=proposal.logits is None,
             max_drafts=max(num_draft_tokens, self._steps.max_forced),
-            width=num_draft_tokens if is_fixed else None,
+            width=num_draft_tokens if is_compiled else None,
         )
         device = proposal.tokens.device
         if device.type == "cuda":

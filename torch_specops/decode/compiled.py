@@ -147,13 +147,13 @@ class CompiledSteps:
         copy_state(self._static, state)
         return self._static
 
-    def compile_draft(self, *, is_fixed: bool) -> None:
+    def compile_draft(self, *, is_compiled: bool) -> None:
         """Let a draft that compiles itself do so for the shape in use, or not."""
         # A source that is a module may have the `compile` of `nn.Module`.
         if self.draft is not None and self.draft.compiles_itself:
             # The draft has no pieces of its own if the step is one graph.
             key = self._shape, self._compile_keys
-            self.draft.compile(key if is_fixed and not self.one_graph else None)
+            self.draft.compile(key if is_compiled and not self.one_graph else None)
 
     def follow_models(self) -> bool:
         """Called when the models were looked at. If any has changed, forget the graphs; compiled pieces are kept, which
@@ -187,7 +187,7 @@ class CompiledSteps:
     def prepare(self, state: DecodeState, num_draft_tokens: int, masked: bool = False) -> float:
         """Compile and capture the step for this K, with or without a bitmask; returns the seconds that took."""
         started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
-        plan = StepPlan(num_draft_tokens, is_fixed=True, masks=masks)
+        plan = StepPlan(num_draft_tokens, is_compiled=True, masks=masks)
         with _all_finished(state), compile_errors_named():
             seconds = None
             if self.target.device.type == "cuda":
@@ -220,19 +220,19 @@ class CompiledSteps:
             proposes and verifies.
         """
         self._num_eager_steps += not self.compiled
-        captured = self._graphs.get((plan.num_draft_tokens, plan.masks is not None)) if plan.is_fixed else None
+        captured = self._graphs.get((plan.num_draft_tokens, plan.masks is not None)) if plan.is_compiled else None
         return self._step(state, plan) if captured is None else (captured.replay(plan.masks), None)
 
     def _step(self, state: DecodeState, plan: StepPlan) -> tuple[Tensor, float | None]:
-        num_draft_tokens, is_fixed = plan.num_draft_tokens, plan.is_fixed
-        if is_fixed and self.one_graph:
+        num_draft_tokens, is_compiled = plan.num_draft_tokens, plan.is_compiled
+        if is_compiled and self.one_graph:
             step = self._piece(speculative_step, num_draft_tokens)
             return step(self.target, self.draft, state, num_draft_tokens, self.verify), None
-        proposal, bitmask = self._propose(state, num_draft_tokens, is_fixed), None
+        proposal, bitmask = self._propose(state, num_draft_tokens, is_compiled), None
         drafted = time.perf_counter()
         if plan.masks is not None:
             proposal, bitmask = plan.masks(proposal)
-        if not is_fixed:
+        if not is_compiled:
             return verify_and_commit(self.target, state, proposal, self.verify, bitmask, plan), drafted
         if plan.choose is not None:
             # All rows get as many, so that the step has a graph.
@@ -242,9 +242,9 @@ class CompiledSteps:
             bitmask = None if bitmask is None else bitmask[:, : num_draft_tokens + 1].contiguous()
         return self._verify(state, proposal, bitmask), drafted
 
-    def _propose(self, state: DecodeState, num_draft_tokens: int, is_fixed: bool = True) -> Draft:
+    def _propose(self, state: DecodeState, num_draft_tokens: int, is_compiled: bool = True) -> Draft:
         compiles_itself = self.draft is None or self.draft.compiles_itself
-        draft = propose if compiles_itself or not is_fixed else self._piece(propose, num_draft_tokens)
+        draft = propose if compiles_itself or not is_compiled else self._piece(propose, num_draft_tokens)
         return draft(self.draft, state, num_draft_tokens, self.target.vocab_size)
 
     def _verify(self, state: DecodeState, proposal: Draft, bitmask: Tensor | None = None) -> Tensor:

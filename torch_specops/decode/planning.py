@@ -60,12 +60,12 @@ class Planner:
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
 
     def plan(
-        self, rows: Sequence[Row], *, is_fixed: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool
+        self, rows: Sequence[Row], *, is_compiled: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool
     ) -> PlannedStep:
         """The next step.
 
         Args:
-            is_fixed, is_refilled, reads_prompts: as in `NextStep`.
+            is_compiled, is_refilled, reads_prompts: as in `NextStep`.
             sees_drafts: the host sees drafts before the target reads them, without waiting for a device.
         """
         active = [index for index, row in enumerate(rows) if not row.ended]
@@ -75,19 +75,19 @@ class Planner:
         asked = NextStep(
             texts=list(map(id, going)),
             # Which compiled steps have few drafts because there is little room is not for the schedule to decide.
-            rooms=[max(buckets) if room > 0 else 0 for room in rooms] if is_fixed else rooms,
+            rooms=[max(buckets) if room > 0 else 0 for room in rooms] if is_compiled else rooms,
             left=[row.limit - row.length for row in going],
             num_rows=len(rows),
-            is_fixed=is_fixed,
+            is_compiled=is_compiled,
             is_refilled=is_refilled,
             reads_prompts=reads_prompts,
             looks_up=self._looks_up,
             # Compiled steps with one K leave nothing to choose.
-            asks_again=self._looks_up and sees_drafts and not (is_fixed and len(buckets) == 1),
+            asks_again=self._looks_up and sees_drafts and not (is_compiled and len(buckets) == 1),
         )
         counts = self._counts(asked)
         wanted, needed = max(counts, default=0), max(rooms, default=0)
-        num_draft_tokens = self._smallest_sufficient(wanted, needed, is_fixed=is_fixed, is_masked=is_masked)
+        num_draft_tokens = self._smallest_sufficient(wanted, needed, is_compiled=is_compiled, is_masked=is_masked)
         return PlannedStep(list(rows), active, asked, counts, is_masked, num_draft_tokens)
 
     def _rooms(self, going: Sequence[Row]) -> list[int]:
@@ -100,10 +100,10 @@ class Planner:
         self.is_outgrown = max(most, default=0) <= 0 < max(left, default=0)
         return [max(room, 0) for room in most]
 
-    def _smallest_sufficient(self, wanted: int, needed: int, *, is_fixed: bool, is_masked: bool) -> int:
+    def _smallest_sufficient(self, wanted: int, needed: int, *, is_compiled: bool, is_masked: bool) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
         any K, a compiled step the schedule's buckets, and 0 if the draft can read no row any more."""
-        if not is_fixed:
+        if not is_compiled:
             return min(wanted, needed)
         if self.is_outgrown:
             return 0
@@ -134,9 +134,9 @@ class Planner:
             chosen = self._ask_again(step, proposal, chosen)
         else:
             chosen = list(map(min, step.counts, chosen))
-        if step.asked.is_fixed:
+        if step.asked.is_compiled:
             step.num_draft_tokens = self._smallest_sufficient(
-                step.num_draft_tokens, max(chosen, default=0), is_fixed=True, is_masked=step.is_masked
+                step.num_draft_tokens, max(chosen, default=0), is_compiled=True, is_masked=step.is_masked
             )
             return [step.num_draft_tokens] * len(offered)
         counts = [0] * len(offered)

@@ -37,8 +37,7 @@ class StepPlan:
 
     Args:
         num_draft_tokens: K.
-        is_fixed: True = the step is compiled: all rows have the same number of drafts, padding included. The last two
-            are then None.
+        is_compiled: True = all rows have the same number of drafts, padding included, and the last two are None.
         masks: asks grammars between the drafts and their verification; None = no row has a grammar.
         choose: chooses drafts, on a CPU, where the host sees them before the target reads them. An eager step then
             reads no padding. In a compiled step all rows get the largest number, whose step is ready. None =
@@ -49,7 +48,7 @@ class StepPlan:
     """
 
     num_draft_tokens: int
-    is_fixed: bool = False
+    is_compiled: bool = False
     masks: Masks | None = None
     choose: Choose | None = None
     prefill_length: int | None = None

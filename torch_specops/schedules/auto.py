@@ -72,7 +72,7 @@ class Auto(Schedule):
         self.buckets = tuple(check_int("buckets", each, 0) for each in given)
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
-        # By the number of rows, and whether steps are fixed.
+        # By the number of rows, and whether steps are compiled.
         self._costs: dict[tuple[int, bool], StepCosts] = {}
         # Looked-up drafts, by match length and place.
         self._matches = [_Share() for _ in PRIORS]
@@ -112,7 +112,7 @@ class Auto(Schedule):
         if step.asks_again and step.offered is None:
             return rooms
         # The first step has drafts before costs are known, because the draft has read all tokens there.
-        is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_fixed or step.looks_up)
+        is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
         if not costs.are_known and not is_first:
             return nothing
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
@@ -136,19 +136,19 @@ class Auto(Schedule):
         """The counts with the largest gain among those whose loss the purse bears. All 0 if none gains, except in a
         trial."""
         num_texts, buckets = len(reached), self.buckets
-        plain = step.num_rows if step.is_fixed else num_texts
-        base, per_token = costs.of(plain), 0.0 if step.is_fixed else costs.slope
+        plain = step.num_rows if step.is_compiled else num_texts
+        base, per_token = costs.of(plain), 0.0 if step.is_compiled else costs.slope
         shares, saved = self._savings(step, reached, base, per_token)
         luck = _Luck(shares, 0 if step.is_refilled else max(step.left))
-        levels = [level for level in buckets if level > 0] if step.is_fixed else list(range(1, buckets[-1] + 1))
+        levels = [level for level in buckets if level > 0] if step.is_compiled else list(range(1, buckets[-1] + 1))
         if is_trial or not costs.are_known:
             levels = levels[:1]
-        room = num_texts * buckets[-1] if step.is_fixed or step.reads_prompts else costs.room(purse)
+        room = num_texts * buckets[-1] if step.is_compiled or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
         begins = is_behind or (not step.looks_up and self._elapsed == 0)
         # Compiled steps read the drafts of all rows, worth it or not.
-        least = -math.inf if step.is_fixed or is_trial else per_token
+        least = -math.inf if step.is_compiled or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
         choices: list[_Choice] = []
         worth, before = 0.0, 0
@@ -165,7 +165,7 @@ class Auto(Schedule):
             for _, place, index in more if luck.matters else ():
                 luck.add(index, place, reached[index][place])
             offers, before = offers + more, level
-            read = plain * (1 + level) if step.is_fixed else plain + (0 if step.reads_prompts else len(offers))
+            read = plain * (1 + level) if step.is_compiled else plain + (0 if step.reads_prompts else len(offers))
             # Looked-up drafts are there already.
             num_proposed = 0 if step.looks_up else level
             gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / max(step.left)
@@ -179,7 +179,7 @@ class Auto(Schedule):
         if not choices or (may_wait and not safe):
             return [0] * num_texts
         *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
-        if step.is_fixed:
+        if step.is_compiled:
             return step.at_most(level)
         chosen = offers[:total] if total <= room else sorted(offers[:total], reverse=True)[:room]
         counts = [0] * num_texts
@@ -225,7 +225,7 @@ class Auto(Schedule):
     @staticmethod
     def _tokens_read(step: PastStep) -> tuple[int, int]:
         """By the target in a step without drafts, and in this one."""
-        if step.planned.is_fixed:
+        if step.planned.is_compiled:
             return step.planned.num_rows, step.planned.num_rows * (1 + step.num_draft_tokens)
         plain = len(step.planned.texts)
         return plain, plain + sum(step.proposed)
@@ -237,8 +237,8 @@ class Auto(Schedule):
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """What the accepted drafts of a step have saved, in steps."""
         num_texts = len(accepted)
-        plain = step.num_rows if step.is_fixed else num_texts
-        base, per_token = costs.of(plain), 0.0 if step.is_fixed else costs.slope
+        plain = step.num_rows if step.is_compiled else num_texts
+        base, per_token = costs.of(plain), 0.0 if step.is_compiled else costs.slope
         if step.is_refilled:
             return base * sum(accepted) / num_texts
         after = max(left - count for left, count in zip(step.left, accepted, strict=True))
@@ -302,7 +302,7 @@ class Auto(Schedule):
         return shares, [fixed * share + per_token for share in shares]
 
     def _costs_of(self, step: NextStep) -> StepCosts:
-        key = step.num_rows, step.is_fixed
+        key = step.num_rows, step.is_compiled
         if key not in self._costs:
             self._costs[key] = StepCosts(step.num_rows, 0.0 if step.looks_up else DRAFT_COST)
         return self._costs[key]

@@ -20,7 +20,7 @@ class NextStep:
         rooms: the most drafts that each can use.
         left: tokens to its limit.
         num_rows: B of the batch, with the rows that have ended.
-        is_fixed: True = a compiled step: all rows get the largest number that is planned, rounded to a bucket.
+        is_compiled: True = a compiled step: all rows get the largest number that is planned, rounded to a bucket.
         is_refilled: True = rows that end get new texts, so that no text waits for another.
         looks_up: True = drafts cost no forward.
         asks_again: True = all drafts that are planned are looked up, and the step is planned again when they are known.
@@ -33,7 +33,7 @@ class NextStep:
     rooms: Sequence[int]
     left: Sequence[int]
     num_rows: int
-    is_fixed: bool = False
+    is_compiled: bool = False
     is_refilled: bool = False
     looks_up: bool = False
     asks_again: bool = False
