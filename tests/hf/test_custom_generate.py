@@ -356,7 +356,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"draft": PromptLookup()}, "draft: custom_generate has no such argument; pass assistant_model="),
     ({"stop": "a"}, "stop: custom_generate has no such argument; pass stop_strings="),
     ({"speculation_type": "dflash"}, "assistant_model: expected a DFlash drafter of .*, got <class 'NoneType'>"),
-    ({"draft_model": "prompt-lookup"}, r"draft: expected a model, .* got .*'str'> \(.*PromptLookup\(\)"),
+    ({"draft_model": "prompt-lookup"}, r"draft: expected a model, .* got .*'str'>; .*PromptLookup\(\)"),
 ]
 BESIDE = "expected None beside"
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [

@@ -35,7 +35,7 @@ def test_a_training_model_is_read_without_dropout() -> None:
     expected = greedy(evaluated, evaluated)
     for model in (training, torch.compile(training, backend="eager")):
         assert torch.equal(greedy(model, model), expected)
-    with pytest.raises(TypeError, match=r"target: .*DataParallel.* .*; of a wrapper, pass the model inside"):
+    with pytest.raises(TypeError, match=r"target: .*DataParallel.*; of a wrapper, pass the model inside"):
         torch_specops.SpeculativeDecoder(nn.DataParallel(evaluated))
 
 

@@ -51,7 +51,7 @@ class DFlash(PublishedDraft):
         self._num_behind = head.config.block_size
 
     def bind(self, target: LanguageModel) -> None:
-        model, config = feature_model(target), self.head.config
+        model, config = feature_model(target, "embeddings", "head"), self.head.config
         sizes = {
             "hidden_size": (config.hidden_size, model.hidden_size),
             "vocab_size": (config.vocab_size, model.vocab_size),

@@ -254,13 +254,15 @@ def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageMo
     )
 
 
-def feature_model(target: LanguageModel) -> FeatureModel:
-    """The target, which must expose its hidden states."""
-    if not isinstance(target, FeatureModel):
-        raise TypeError(
-            f"target: the draft reads hidden states; expected a torch_specops.drafts.FeatureModel, got {type(target)}"
-        )
-    return target
+def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
+    """The target, which must expose its hidden states, and have these other members."""
+    missing = [name for name in ("num_layers", "hidden_size", "dtype", "embed", *others) if not hasattr(target, name)]
+    if isinstance(target, FeatureModel) and not missing:
+        return target
+    raise TypeError(
+        f"target: the draft reads hidden states; expected a torch_specops.drafts.FeatureModel, got {type(target)}"
+        + (f" without {', '.join(missing)}" if missing else "")
+    )
 
 
 def readable_length(model: LanguageModel) -> int | None:
