@@ -32,9 +32,10 @@ from torch_specops import SamplingParams, Verifier, compilation
 from torch_specops.decode import Step
 from torch_specops.drafts import DFlash, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
-from torch_specops.hf import custom_generate, generate
+from torch_specops.hf import custom_generate
 from torch_specops.hf.cache import cache_argument
-from torch_specops.hf.generate import _decoders
+from torch_specops.hf.door import generate
+from torch_specops.hf.door.generate import _decoders
 from torch_specops.testing import chi_square
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
@@ -356,7 +357,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"draft": PromptLookup()}, "draft: custom_generate has no such argument; pass assistant_model="),
     ({"stop": "a"}, "stop: custom_generate has no such argument; pass stop_strings="),
     ({"speculation_type": "dflash"}, "assistant_model: expected a DFlash drafter of .*, got <class 'NoneType'>"),
-    ({"draft_model": "prompt-lookup"}, r"draft: expected a model, .* got .*'str'> \(.*PromptLookup\(\)"),
+    ({"draft_model": "prompt-lookup"}, r"draft: expected a model, .* got .*'str'>; .*PromptLookup\(\)"),
 ]
 BESIDE = "expected None beside"
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [

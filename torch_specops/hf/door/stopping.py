@@ -21,7 +21,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from ..decode.rows import BatchRule, RowRule
+from ...decode.rows import BatchRule, RowRule
 from .outputs import Predictions
 
 # As in transformers.

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import generation
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
+from ...sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
 # before it. `remove_invalid_values` changes logits that are not finite, whose meaning here is fixed

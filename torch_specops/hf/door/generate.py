@@ -13,22 +13,22 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..decode import SpeculativeDecoder, Verifier
-from ..decode.inputs import AnyGrammar, GenerateArguments, Seed
-from ..decode.rows import BatchRules
-from ..drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
-from ..drafts.dflash_head import read_drafter
-from ..schedules import Schedule
-from .adapter import language_model
+from ...decode import SpeculativeDecoder, Verifier
+from ...decode.inputs import AnyGrammar, GenerateArguments, Seed
+from ...decode.rows import BatchRules
+from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
+from ...drafts.dflash_head import read_drafter
+from ...schedules import Schedule
+from ..adapter import language_model
+from ..cache import CACHE_NAMES
+from ..encoder_decoder import EncoderDecoderModel
+from ..mtp import read_mtp_head
+from ..shadow_model import ShadowModel
 from .assistant_settings import read_assistant_settings
-from .cache import CACHE_NAMES
-from .encoder_decoder import EncoderDecoderModel
-from .generate_patch import hand_on_arguments
 from .grammars import take_grammars
-from .mtp import read_mtp_head
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
+from .patch import hand_on_arguments
 from .processors import read_processors
-from .shadow_model import ShadowModel
 from .stopping import read_criteria
 
 
