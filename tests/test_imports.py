@@ -20,7 +20,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 ALLOWED = {
     "__init__": {"decode", "drafts", "grammars", "hf", "models", "ops", "sampling"},
     "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
-    "hf/__init__": {"hf", "hf/door"},
+    "hf/__init__": {"decode", "hf", "hf/door"},
     "hf/door": {"checks", "decode", "drafts", "grammars", "hf", "sampling", "schedules"},
     "hf": {"drafts", "models", "ops"},
     "beam": {"checks", "decode", "drafts", "models", "ops"},

@@ -4,6 +4,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..decode.stop_strings import stop_string_rule
+
 if TYPE_CHECKING:
     from .door.generate import custom_generate
 
@@ -15,7 +17,6 @@ for _logger in _loggers:
     _logger.setLevel(logging.ERROR)
 try:
     from .adapter import language_model
-    from .door.stopping import stop_string_rule
     from .encoder_decoder import EncoderDecoderModel
     from .models import TransformersModel
 finally:

@@ -86,7 +86,7 @@ def custom_generate(
         token_streamer: the `streamer` of `SpeculativeDecoder.generate`. Pass a transformers streamer as `streamer=`.
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
-        tokenizer: not used here; `generate` needs it for stop strings.
+        tokenizer: of the stop strings.
         has_mask, image_inputs, inputs_tensor, model_kwargs: whether a mask was given, the images of the prompts, masks,
             the encoder's input and output, and what transformers prepared for its own loop.
 
@@ -143,7 +143,7 @@ def custom_generate(
     asks_for_more = generation_config.output_scores or generation_config.output_logits
     if generation_config.return_dict_in_generate and asks_for_more:
         predictions = Predictions(logits_processor, input_ids, generation_config)
-    stops = read_criteria(stopping_criteria, predictions)
+    stops = read_criteria(stopping_criteria, tokenizer, predictions)
     mask = _prompt_mask(model, input_ids, model_kwargs)
     if mask is None or bool((mask == 1).all()):
         # transformers drops a mask without a zero, or makes one (5.17). Who gave one forgot no padding.
@@ -186,6 +186,8 @@ def custom_generate(
         pad_token_id=pad_token_id,
         inputs=inputs,
         num_return_sequences=copies,
+        stop_strings=stops.stop_strings,
+        tokenizer=tokenizer,
         grammar=grammar,
     )
     batch_rules = BatchRules(stops.batch_rules, input_ids, pad_token_id) if stops.batch_rules else None

@@ -1,0 +1,109 @@
+"""Strings that end a text, found in the bytes of its tokens."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .rows import RowRule
+
+# As in transformers.
+_PREFIX = "abcdef"
+# What is known of each tokenizer that is in use, and the lock for adding to it.
+_token_bytes: WeakKeyDictionary[Any, _TokenBytes] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
+    """A text ends with one of these strings, or inside its newest token: transformers' `StopStringCriteria`.
+    It makes no table of the vocabulary for each set of strings, and needs no tokenizer that knows all letters.
+
+    Raises:
+        ValueError: a tokenizer that does not say what a token adds to a text.
+    """
+    with _lock:
+        tokens = _token_bytes.get(tokenizer)
+        if tokens is None:
+            tokens = _token_bytes[tokenizer] = _TokenBytes(tokenizer)
+    strings: dict[int, set[bytes]] = {}
+    for string in map(str.encode, stop_strings):
+        strings.setdefault(len(string), set()).add(string)
+    return partial(_find_strings, partial(tokens.of, tokenizer), strings)
+
+
+def _find_strings(
+    bytes_of: Callable[[int], bytes | None], strings: dict[int, set[bytes]], texts: list[list[int]]
+) -> list[bool]:
+    """Whether each text has the end of a string in its newest token; the strings are given by length."""
+    longest, ends = max(strings), []
+    for text in texts:
+        tail = newest = bytes_of(text[-1]) or b""
+        # A string has at most as many tokens as bytes.
+        for token in reversed(text[-longest:-1]):
+            before = bytes_of(token)
+            if before is None or len(tail) >= longest + len(newest):
+                break
+            tail = before + tail
+        places = range(len(tail) - len(newest) + 1, len(tail) + 1)
+        found = (tail[end - size : end] in own for end in places for size, own in strings.items() if size <= end)
+        ends.append(any(found))
+    return ends
+
+
+def letters_of_bytes() -> dict[str, int]:
+    """The bytes by the letters that stand for them in tokens, as in GPT-2. Some bytes are no letters of their own."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in own)
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class _TokenBytes:
+    """What the tokens of a tokenizer add to a text; each is found out when it first comes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._known: dict[int, bytes] = {}
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        kinds = b"" if decoder is None else decoder.__getstate__()
+        # Tokens may be parts of characters: either they are called <0x0A>, or a letter stands for each of their bytes.
+        self._has_named_bytes = b'"ByteFallback"' in kinds
+        has_letters = b'"ByteLevel"' in kinds and not self._has_named_bytes
+        self._letters = letters_of_bytes() if has_letters else {}
+        try:
+            self._prefix: list[str] = tokenizer.tokenize(_PREFIX)
+        # A tokenizer without a token for what is unknown may raise anything.
+        except Exception:
+            self._prefix = []
+        if not any(self.of(tokenizer, token) for token in range(16)):
+            raise ValueError(
+                f"stop_strings: {type(tokenizer).__name__} does not say what a token adds to a text; "
+                "end such texts with eos_token_id, or look for the strings in the tokens of a stream or a handle"
+            )
+
+    def of(self, tokenizer: Any, token: int) -> bytes | None:
+        """None for a token that the tokenizer does not have, or that changes the text before it."""
+        found = self._known.get(token)
+        if found is None:
+            name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+            found = None if name is None else self._read(tokenizer, name)
+            # The tokenizer may get this token later.
+            if found is not None:
+                self._known[token] = found
+        return found
+
+    def _read(self, tokenizer: Any, name: str) -> bytes | None:
+        if self._letters and all(letter in self._letters for letter in name):
+            return bytes(self._letters[letter] for letter in name)
+        if self._has_named_bytes and re.fullmatch("<0x[0-9a-fA-F]{2}>", name):
+            return bytes([int(name[3:5], 16)])
+        # A token may look different where a text begins, so another token stands before it.
+        before = self._prefix or [name]
+        text, start = tokenizer.convert_tokens_to_string([*before, name]), _PREFIX
+        if start not in text:
+            start = tokenizer.convert_tokens_to_string(before)
+            if not text.startswith(start):
+                return None
+        return text[text.index(start) + len(start) :].encode()
