@@ -20,7 +20,9 @@ PACKAGE = Path(torch_specops.__file__).parent
 ALLOWED = {
     "__init__": {"decode", "drafts", "grammars", "hf", "models", "ops", "sampling"},
     "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
-    "hf": {"checks", "compilation", "decode", "drafts", "grammars", "models", "ops", "sampling", "schedules"},
+    "hf/__init__": {"decode", "hf", "hf/door"},
+    "hf/door": {"checks", "decode", "drafts", "grammars", "hf", "sampling", "schedules"},
+    "hf": {"drafts", "models", "ops"},
     "beam": {"checks", "decode", "drafts", "models", "ops"},
     "decode": {"checks", "compilation", "drafts", "grammars", "models", "ops", "sampling", "schedules"},
     "drafts": {"checks", "compilation", "models", "ops", "sampling"},
@@ -44,7 +46,7 @@ ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
     "numpy": {"ops/cpu"},
     "triton": {"ops/cuda"},
-    "transformers": {"cli", "hf"},
+    "transformers": {"cli", "hf", "hf/door"},
     "tokenizers": {"cli"},
     "torchao": {"drafts"},
     "matplotlib": {"cli"},
@@ -62,7 +64,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 
 def layer(path: str) -> str:
-    """The room of a module: the first part of its path, or a part of `ops` that has rules of its own."""
+    """The room of a module: the first part of its path, or a part of that room that has rules of its own."""
     first, *rest = path.removesuffix(".py").split("/")
     return "/".join([first, rest[0]]) if rest and f"{first}/{rest[0]}" in ALLOWED else first
 
@@ -95,7 +97,7 @@ def forbidden(path: str, source: str) -> set[str]:
         parts = name.split(".")
         if parts[0] == "torch_specops":
             target = layer("/".join(parts[1:])) if len(parts) > 1 and parts[1] in LAYERS | set(ALLOWED) else "__init__"
-            # A part of `ops` may import some of its modules, and not the others.
+            # A part of a room may import some of its modules, and not the others.
             allowed = {target, "/".join(parts[1:3])} & ALLOWED[own]
             if target != own and not allowed:
                 bad.add(name)
@@ -117,6 +119,7 @@ def test_a_forbidden_import_is_caught() -> None:
         ("ops/uniforms.py", "from torch_specops import sample", "torch_specops.sample"),
         ("ops/api.py", "def f():\n    from .cuda import exact\n    from ..decode import x", "torch_specops.decode.x"),
         ("ops/cuda/launch.py", "from ...checks import check_int", "torch_specops.checks"),
+        ("hf/models.py", "from .door import patch", "torch_specops.hf.door.patch"),
         ("models/base.py", "def f():\n    from ..hf import language_model", "torch_specops.hf.language_model"),
         ("drafts/model.py", "if True:\n    import transformers.generation", "transformers.generation"),
         ("hf.py", "import requests", "requests"),
@@ -143,7 +146,9 @@ def private_names(path: str, source: str) -> set[str]:
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
             continue
         root = ast.unparse(node).split(".")[0]
-        is_checked = root in ("torch", "triton") or (root not in ("self", "cls", "super()") and layer(path) != "hf")
+        is_checked = root in ("torch", "triton") or (
+            root not in ("self", "cls", "super()") and not path.startswith("hf/")
+        )
         names.update({ast.unparse(node)} if is_checked and node.attr not in PUBLIC else ())
     return names
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from . import decode, drafts, grammars, models, ops
+from . import drafts, grammars, models, ops
 from .decode import (
     Completion,
     GenerationOutput,
@@ -57,7 +57,6 @@ def _of_hf(module: str, name: str) -> Callable[..., Any]:
 # Lower layers call these for objects of transformers, and `hf` is imported only then.
 models.base.language_model = _of_hf(".hf", "language_model")
 drafts.mtp.read_head = _of_hf(".hf.mtp", "read_mtp_head")
-decode.inputs.stop_string_rule = _of_hf(".hf", "stop_string_rule")
 
 _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "reference", "testing", "vocab_parallel")
 

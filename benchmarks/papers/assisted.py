@@ -22,7 +22,7 @@ from transformers.generation import utils as generation
 
 from torch_specops import verify_exact, verify_sigmoid
 from torch_specops.compilation import compile_piece
-from torch_specops.hf.generate import check_ensemble_weight
+from torch_specops.hf.door.generate import check_ensemble_weight
 
 Sampler = Callable[..., tuple[Tensor, Tensor]]
 # transformers 5.17 tells its function that the drafts end the text; later releases cut the text afterwards.

@@ -16,6 +16,7 @@ from tiny_models import PROMPTS, VOCAB, PairModel, encoder_inputs, padded, pertu
 from tokenizers import decoders, models
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import StopStringCriteria
 
 import torch_specops
@@ -23,6 +24,7 @@ from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import Step
 from torch_specops.decode import batch as batch_module
 from torch_specops.decode.rows import BatchRules, Row, ask_row_rules
+from torch_specops.decode.stop_strings import letters_of_bytes
 from torch_specops.drafts import PromptLookup
 from torch_specops.hf import custom_generate, stop_string_rule
 
@@ -154,6 +156,10 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
         own = torch_specops.generate(target, **options, draft=source, sampling=GREEDY)
         assert [tokenizer.decode(own.new_tokens(row)) for row in range(3)] == new
         assert own.finish_reasons == ["stop"] * 3
+        # The criterion alone, without a tokenizer to read, is called.
+        given = {**call, "stop_strings": None, "tokenizer": None}
+        given["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, STRINGS)])
+        assert torch.equal(target.generate(**given, custom_generate=custom_generate, draft_model=source), expected)
     # Nothing stands before a text, not even what token 0 stands for.
     assert stop_string_rule(tokenizer, ["\0a"])([[97], [0, 97]]) == [False, True]
 
@@ -216,6 +222,7 @@ def test_a_rule_says_what_the_criterion_of_transformers_says(name: str) -> None:
         assert found == criterion(padded_texts, None).tolist(), strings
         num_found += sum(found)
     assert num_found > 20
+    assert {byte: letter for letter, byte in letters_of_bytes().items()} == bytes_to_unicode()
 
 
 def test_stop_strings_of_a_tokenizer_of_words(monkeypatch: pytest.MonkeyPatch) -> None:

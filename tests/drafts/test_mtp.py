@@ -29,7 +29,7 @@ from torch_specops.compilation import compile_piece
 from torch_specops.decode import GenerationOutput
 from torch_specops.drafts import MTP, Draft
 from torch_specops.hf import custom_generate
-from torch_specops.hf import generate as door
+from torch_specops.hf.door import generate as door
 
 # So few tokens that some drafts of random layers are accepted.
 TOKENS = 8

@@ -32,9 +32,10 @@ from torch_specops import SamplingParams, Verifier, compilation
 from torch_specops.decode import Step
 from torch_specops.drafts import DFlash, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
-from torch_specops.hf import custom_generate, generate
+from torch_specops.hf import custom_generate
 from torch_specops.hf.cache import cache_argument
-from torch_specops.hf.generate import _decoders
+from torch_specops.hf.door import generate
+from torch_specops.hf.door.generate import _decoders
 from torch_specops.testing import chi_square
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])

@@ -13,7 +13,8 @@ from tiny_models import perturbed, shared_tiny
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from torch_specops.hf import custom_generate, generate_patch
+from torch_specops.hf import custom_generate
+from torch_specops.hf.door import patch
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
 CALL: dict[str, Any] = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9, "do_sample": False}
@@ -48,6 +49,6 @@ def test_other_functions_see_no_difference() -> None:
 
 
 def test_a_release_without_the_method_is_said() -> None:
-    for mixin in (type("Mixin", (), {}), type("Mixin", (), {generate_patch.METHOD: lambda self, kwargs: {}})):
+    for mixin in (type("Mixin", (), {}), type("Mixin", (), {patch.METHOD: lambda self, kwargs: {}})):
         with pytest.warns(RuntimeWarning, match="does not hand streamer= and assistant_model= on"):
-            generate_patch.hand_on_arguments(mixin, custom_generate)
+            patch.hand_on_arguments(mixin, custom_generate)

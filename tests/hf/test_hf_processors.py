@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from torch_specops.drafts import Draft, DraftSource, EarlyExit, HierarchicalDraft, PromptLookup
-from torch_specops.hf.processors import _HostProcessors
+from torch_specops.hf.door.processors import _HostProcessors
 from torch_specops.sampling import SamplingTensors
 from torch_specops.testing import chi_square
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -20,6 +20,7 @@ from ..sampling import SamplingParams
 from .grammar import check_grammar
 from .rows import Row, RowRule
 from .state import DecodeState
+from .stop_strings import stop_string_rule
 
 PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
 AttentionMask = Tensor | Sequence[Tensor | Sequence[int]] | None
@@ -29,9 +30,6 @@ Seed = int | Sequence[int] | Tensor | None
 Sampling = SamplingParams | Mapping[str, Any] | None
 AnyGrammar = Grammar | Sequence[Grammar | None] | None
 StopStrings = str | Sequence[str] | Sequence[Sequence[str]] | None
-
-# The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
-stop_string_rule: Callable[[Any, Sequence[str]], RowRule] | None = None
 
 
 class GenerateArguments(TypedDict, total=False):
@@ -235,7 +233,6 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
                 raise TypeError(
                     f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(tokenizer)}"
                 )
-            assert stop_string_rule is not None
             rules[strings] = [stop_string_rule(tokenizer, strings)]
         found.append(rules[strings])
     return found

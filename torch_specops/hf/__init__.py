@@ -4,8 +4,10 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..decode.stop_strings import stop_string_rule
+
 if TYPE_CHECKING:
-    from .generate import custom_generate
+    from .door.generate import custom_generate
 
 # transformers imports torchao where it is installed, which logs the kernels that it cannot load and what torch
 # deprecates in it. A user can do nothing about either.
@@ -17,7 +19,6 @@ try:
     from .adapter import language_model
     from .encoder_decoder import EncoderDecoderModel
     from .models import TransformersModel
-    from .stopping import stop_string_rule
 finally:
     for _logger, _level in zip(_loggers, _levels, strict=True):
         _logger.setLevel(_level)
@@ -28,5 +29,5 @@ __all__ = ["EncoderDecoderModel", "TransformersModel", "custom_generate", "langu
 def __getattr__(name: str) -> Any:
     # Its module wraps two methods of `GenerationMixin`, which are left alone until it is asked for.
     if name == "custom_generate":
-        return import_module(".generate", __name__).custom_generate
+        return import_module(".door.generate", __name__).custom_generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

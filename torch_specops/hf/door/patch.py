@@ -19,8 +19,8 @@ from typing import Any
 import transformers
 from transformers.generation import GenerationMode
 
-from ..decode.keywords import IN_CUSTOM_GENERATE
-from .images import image_inputs, reads_images
+from ...decode.keywords import IN_CUSTOM_GENERATE
+from ..images import image_inputs, reads_images
 
 METHOD = "_extract_generation_mode_kwargs"
 VALIDATE = "_validate_generation_mode"

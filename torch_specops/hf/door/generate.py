@@ -13,22 +13,22 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..decode import SpeculativeDecoder, Verifier
-from ..decode.inputs import AnyGrammar, GenerateArguments, Seed
-from ..decode.rows import BatchRules
-from ..drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
-from ..drafts.dflash_head import read_drafter
-from ..schedules import Schedule
-from .adapter import language_model
+from ...decode import SpeculativeDecoder, Verifier
+from ...decode.inputs import AnyGrammar, GenerateArguments, Seed
+from ...decode.rows import BatchRules
+from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
+from ...drafts.dflash_head import read_drafter
+from ...schedules import Schedule
+from ..adapter import language_model
+from ..cache import CACHE_NAMES
+from ..encoder_decoder import EncoderDecoderModel
+from ..mtp import read_mtp_head
+from ..shadow_model import ShadowModel
 from .assistant_settings import read_assistant_settings
-from .cache import CACHE_NAMES
-from .encoder_decoder import EncoderDecoderModel
-from .generate_patch import hand_on_arguments
 from .grammars import take_grammars
-from .mtp import read_mtp_head
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
+from .patch import hand_on_arguments
 from .processors import read_processors
-from .shadow_model import ShadowModel
 from .stopping import read_criteria
 
 
@@ -86,7 +86,7 @@ def custom_generate(
         token_streamer: the `streamer` of `SpeculativeDecoder.generate`. Pass a transformers streamer as `streamer=`.
         seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
             called is read as a grammar.
-        tokenizer: not used here; `generate` needs it for stop strings.
+        tokenizer: of the stop strings.
         has_mask, image_inputs, inputs_tensor, model_kwargs: whether a mask was given, the images of the prompts, masks,
             the encoder's input and output, and what transformers prepared for its own loop.
 
@@ -116,17 +116,7 @@ def custom_generate(
         >>> output.shape
         torch.Size([1, 13])
     """
-    speculation_type = getattr(generation_config, "speculation_type", None)
-    if speculation_type:
-        draft_model = getattr(draft_model, "_orig_mod", draft_model)
-    _check_mode(generation_config, draft_model)
-    if generation_config.prompt_lookup_num_tokens is not None:
-        draft_model = PromptLookup(generation_config.max_matching_ngram_size or 2, 1, repeat=False)
-    if generation_config.assistant_early_exit is not None:
-        draft_model = EarlyExit(generation_config.assistant_early_exit)
-    uses_mtp = getattr(generation_config, "use_mtp", None)
-    if uses_mtp or (speculation_type and isinstance(draft_model, PreTrainedModel)):
-        draft_model = _head_draft(model, None if uses_mtp else draft_model)
+    draft_model = _read_draft(model, generation_config, draft_model)
     num_draft_tokens, schedule = read_assistant_settings(
         generation_config,
         draft_model,
@@ -139,62 +129,45 @@ def custom_generate(
     if grammar is not None and generation_config.output_scores:
         raise NotImplementedError("grammar: scores come from logits_processor alone; expected output_scores=False")
     own_processors, grammar = take_grammars(logits_processor, grammar, len(input_ids))
-    predictions = None
-    asks_for_more = generation_config.output_scores or generation_config.output_logits
-    if generation_config.return_dict_in_generate and asks_for_more:
-        predictions = Predictions(logits_processor, input_ids, generation_config)
-    stops = read_criteria(stopping_criteria, predictions)
-    mask = _prompt_mask(model, input_ids, model_kwargs)
-    if mask is None or bool((mask == 1).all()):
-        # transformers drops a mask without a zero, or makes one (5.17). Who gave one forgot no padding.
-        mask = torch.ones_like(input_ids) if has_mask else None
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    pad_token_id = 0 if pad is None else int(pad)
-    sampling = read_processors(
-        own_processors,
-        input_ids,
-        mask,
-        do_sample=bool(generation_config.do_sample),
-        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
-        pad_token_id=pad_token_id,
-        asked_once=draft_model is None and not generation_config.output_scores,
-    )
-    choices: dict[str, Any] = {
-        "num_draft_tokens": num_draft_tokens,
-        "schedule": schedule,
-        "verify": verify,
-        "compile": compile,
-    }
+    keeps_logits = generation_config.output_scores or generation_config.output_logits
+    keeps_logits = keeps_logits and generation_config.return_dict_in_generate
+    predictions = Predictions(logits_processor, input_ids, generation_config) if keeps_logits else None
+    stops = read_criteria(stopping_criteria, tokenizer, predictions)
+    mask = _prompt_mask(model, input_ids, has_mask, model_kwargs)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    sampling = read_processors(own_processors, input_ids, mask, generation_config, vocab_size, draft_model)
+    choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule}
+    choices |= {"verify": verify, "compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     kept = _cached_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
-    inputs, prompts, copies = image_inputs or None, input_ids, 1
-    if image_inputs:
-        # transformers has repeated the prompts, and not their images.
-        copies = max(generation_config.num_return_sequences or 1, 1)
-        prompts, mask = input_ids[::copies], None if mask is None else mask[::copies]
+    inputs = image_inputs or None
+    # transformers has repeated the prompts, and not their images.
+    copies = max(generation_config.num_return_sequences or 1, 1) if image_inputs else 1
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     arguments = GenerateArguments(
-        attention_mask=mask,
+        attention_mask=None if mask is None else mask[::copies],
         # transformers emits one token even if the prompt has max_length tokens already.
         max_new_tokens=max(min(stops.lengths) - input_ids.shape[1], 1),
         sampling=sampling,
         seed=seed,
         # transformers ignores an eos that the model cannot emit.
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
-        pad_token_id=pad_token_id,
+        pad_token_id=sampling.pad_token_id,
         inputs=inputs,
         num_return_sequences=copies,
+        stop_strings=stops.stop_strings,
+        tokenizer=tokenizer,
         grammar=grammar,
     )
-    batch_rules = BatchRules(stops.batch_rules, input_ids, pad_token_id) if stops.batch_rules else None
-    output = kept.decoder.run(prompts, arguments, token_streamer, stops.row_rules, batch_rules, predictions)
+    batch_rules = BatchRules(stops.batch_rules, input_ids, sampling.pad_token_id) if stops.batch_rules else None
+    output = kept.decoder.run(input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions)
     # An eager decoder has nothing to keep but caches.
     if kept.decoder.compiled:
         _decoders[model] = kept
     new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
-    sequences = torch.cat([input_ids, pad_sequence(new, True, pad_token_id)], 1)
+    sequences = torch.cat([input_ids, pad_sequence(new, True, sampling.pad_token_id)], 1)
     if not generation_config.return_dict_in_generate:
         return sequences
     kind = EncoderDecoderOutput if model.config.is_encoder_decoder else DecoderOnlyOutput
@@ -259,7 +232,8 @@ def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP 
     return kind(kept[kind][1])
 
 
-def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
+def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: AnyDraft) -> AnyDraft:
+    """The draft that a call asks for; refuses modes and drafts that this loop does not have."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         advice = " (num_beams: use torch_specops.beam.beam_search)" if config.num_beams not in (None, 1) else ""
@@ -269,14 +243,26 @@ def _check_mode(config: GenerationConfig, draft_model: AnyDraft) -> None:
             raise NotImplementedError(f"{name}: expected False, because a step does not keep them")
     if (kind := getattr(config, "speculation_type", None)) not in (None, "dflash"):
         raise NotImplementedError(f"speculation_type: expected None or 'dflash', got {kind!r}")
-    if kind is not None and not isinstance(draft_model, DFlash | PreTrainedModel):
-        raise TypeError(f"assistant_model: expected a DFlash drafter of transformers or ours, got {type(draft_model)}")
+    if kind is not None:
+        draft_model = getattr(draft_model, "_orig_mod", draft_model)
+        if not isinstance(draft_model, DFlash | PreTrainedModel):
+            kinds = "a DFlash drafter of transformers or ours"
+            raise TypeError(f"assistant_model: expected {kinds}, got {type(draft_model)}")
     drafts = ["draft_model"] if draft_model is not None else []
     others = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
     drafts += [name for name in others if getattr(config, name, None) not in (None, False)]
     if len(drafts) > 1:
         raise ValueError(f"{drafts[1]}: expected None beside {drafts[0]}, got {getattr(config, drafts[1])}")
     check_ensemble_weight(getattr(config, "assistant_ensemble_weight", None))
+    if config.prompt_lookup_num_tokens is not None:
+        return PromptLookup(config.max_matching_ngram_size or 2, 1, repeat=False)
+    if config.assistant_early_exit is not None:
+        return EarlyExit(config.assistant_early_exit)
+    if getattr(config, "use_mtp", None):
+        return _head_draft(model, None)
+    if kind is not None and isinstance(draft_model, PreTrainedModel):
+        return _head_draft(model, draft_model)
+    return draft_model
 
 
 def check_ensemble_weight(weight: float | None) -> None:
@@ -291,8 +277,10 @@ def check_ensemble_weight(weight: float | None) -> None:
 _PREPARED = {*CACHE_NAMES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 
-def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The mask of the prompts. Refuses inputs of the model that this loop would leave out."""
+def _prompt_mask(
+    model: PreTrainedModel, input_ids: Tensor, has_mask: bool, model_kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """The mask of the prompts; None = nobody gave one. Refuses inputs of the model that this loop would leave out."""
     for name in CACHE_NAMES:
         if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise ValueError(f"{name}: the loop has a cache of its own and would neither read nor fill this one")
@@ -324,6 +312,9 @@ def _prompt_mask(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
         is_token = torch.ones_like(input_ids) if mask is None else mask.long()
         if bool(((positions != is_token.cumsum(1) - 1) & (is_token != 0)).any()):
             raise ValueError(f"{prefix}position_ids: expected each row's tokens counted from 0, got others")
+    if mask is None or bool((mask == 1).all()):
+        # transformers drops a mask without a zero, or makes one (5.17).
+        return torch.ones_like(input_ids) if has_mask else None
     return mask
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers.generation import LogitsProcessorList
 
-from ..decode.inputs import AnyGrammar
-from ..grammars import Grammar, llguidance, xgrammar
+from ...decode.inputs import AnyGrammar
+from ...grammars import Grammar, llguidance, xgrammar
 from .processors import FIRST_WARPER, STAGE
 
 

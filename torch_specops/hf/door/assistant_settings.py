@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers.generation import GenerationConfig
 
-from ..checks import check_int
-from ..drafts import AnyDraft
-from ..schedules import Schedule
+from ...checks import check_int
+from ...drafts import AnyDraft
+from ...schedules import Schedule
 
 # transformers' own defaults. It puts them into the config of a call, where they are nobody's wish.
 DEFAULTS = {

@@ -1,4 +1,4 @@
-"""transformers' stopping criteria as rules of the loop."""
+"""Strings that end a text, found in the bytes of its tokens."""
 
 from __future__ import annotations
 
@@ -6,61 +6,16 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.generation import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-
-from ..decode.rows import BatchRule, RowRule
-from .outputs import Predictions
+from .rows import RowRule
 
 # As in transformers.
 _PREFIX = "abcdef"
 # What is known of each tokenizer that is in use, and the lock for adding to it.
 _token_bytes: WeakKeyDictionary[Any, _TokenBytes] = WeakKeyDictionary()
 _lock = threading.Lock()
-
-
-class StopRules(NamedTuple):
-    """The rules that end rows."""
-
-    lengths: list[int]  # of the longest sequence, prompt and padding included; at least 1
-    eos_token_ids: list[int]
-    row_rules: list[RowRule]  # their answer for a row depends on this row, or on the clock
-    batch_rules: list[BatchRule]  # all others, which are called as transformers would call them
-
-
-def read_criteria(criteria: StoppingCriteriaList, predictions: Predictions | None) -> StopRules:
-    """Sort the criteria; `predictions` has the scores that a criterion may look at.
-
-    Raises:
-        ValueError: no length.
-    """
-    rules = StopRules([], [], [], [])
-    for criterion in criteria:
-        # Not isinstance: a subclass may do anything.
-        kind = type(criterion)
-        if kind is MaxLengthCriteria:
-            rules.lengths.append(criterion.max_length)
-        elif kind is EosTokenCriteria:
-            rules.eos_token_ids.extend(torch.as_tensor(criterion.eos_token_id, device="cpu").flatten().tolist())
-        elif kind in (StopStringCriteria, MaxTimeCriteria):
-            rules.row_rules.append(partial(_ask_of_rows, criterion))
-        else:
-            rules.batch_rules.append(partial(_ask, criterion, predictions))
-    if not rules.lengths:
-        raise ValueError("stopping_criteria: expected a MaxLengthCriteria, got none")
-    return rules
 
 
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
@@ -99,6 +54,13 @@ def _find_strings(
     return ends
 
 
+def letters_of_bytes() -> dict[str, int]:
+    """The bytes by the letters that stand for them in tokens, as in GPT-2. Some bytes are no letters of their own."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in own)
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
 class _TokenBytes:
     """What the tokens of a tokenizer add to a text; each is found out when it first comes."""
 
@@ -109,7 +71,7 @@ class _TokenBytes:
         # Tokens may be parts of characters: either they are called <0x0A>, or a letter stands for each of their bytes.
         self._has_named_bytes = b'"ByteFallback"' in kinds
         has_letters = b'"ByteLevel"' in kinds and not self._has_named_bytes
-        self._letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if has_letters else {}
+        self._letters = letters_of_bytes() if has_letters else {}
         try:
             self._prefix: list[str] = tokenizer.tokenize(_PREFIX)
         # A tokenizer without a token for what is unknown may raise anything.
@@ -145,16 +107,3 @@ class _TokenBytes:
             if not text.startswith(start):
                 return None
         return text[text.index(start) + len(start) :].encode()
-
-
-def _ask_of_rows(criterion: StoppingCriteria, texts: list[list[int]]) -> list[bool]:
-    """Show the criterion the newest tokens of each text: as many as a stop string may have, or the last."""
-    width = getattr(criterion, "maximum_token_len", 1)
-    # No string has a token outside the vocabulary.
-    outside = torch.iinfo(torch.int64).max
-    newest = [[outside] * (width - len(text)) + text[-width:] for text in texts]
-    return criterion(torch.tensor(newest, device="cpu"), None).tolist()
-
-
-def _ask(criterion: StoppingCriteria, predictions: Predictions | None, input_ids: Tensor) -> Any:
-    return criterion(input_ids, None if predictions is None else predictions.scores(input_ids))

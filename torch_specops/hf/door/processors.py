@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import generation
-from transformers.generation import LogitsProcessor, LogitsProcessorList
+from transformers.generation import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ..sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
+from ...drafts import AnyDraft
+from ...sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
 # before it. `remove_invalid_values` changes logits that are not finite, whose meaning here is fixed
@@ -102,21 +103,23 @@ def read_processors(
     processors: LogitsProcessorList,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    *,
-    do_sample: bool,
+    config: GenerationConfig,
     vocab_size: int,
-    pad_token_id: int,
-    asked_once: bool,
+    draft: AnyDraft,
 ) -> ProcessorSampling:
     """The last processors as temperature, filters and the rest of `SamplingParams`; if a processor before them has no
     counterpart, all up to it are called unchanged.
 
     Args:
         input_ids, attention_mask: [B, P], the prompts with their padding.
+        config: as `generate` prepared it.
 
     Raises:
         NotImplementedError: a processor that remembers its calls, unless each text is asked about once.
     """
+    asked_once = draft is None and not config.output_scores
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad_token_id = 0 if pad is None else int(pad)
     for processor in processors:
         remembers = isinstance(processor, _STATEFUL) or type(processor).__module__.split(".")[0] in _GRAMMARS
         if remembers and not asked_once:
@@ -130,7 +133,7 @@ def read_processors(
     while values is None:
         num_called += 1
         values = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
-    if not do_sample:
+    if not config.do_sample:
         # Temperature and filters do not change the argmax.
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0.0

@@ -14,7 +14,7 @@ from transformers.generation import (
     LogitsProcessorList,
 )
 
-from ..decode.output import GenerationStats
+from ...decode.output import GenerationStats
 
 
 @dataclass
