@@ -15,8 +15,8 @@ from .costs import DRAFT_COST, StepCosts
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
 # In a batch, gains of up to this many steps may be lost again.
 MOST_SAVED = 4.0
-# A batch may lose what earlier batches did not lose, up to the share of this many steps; the first has a few.
-FIRST_RESERVE, LARGEST_RESERVE = 24, 120
+# A batch may lose what earlier batches were allowed to lose and did not, up to the second number of steps.
+FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
 # Looked-up drafts: the chance that the next token is right after a match of n tokens, from a table until WEIGHT such
 # drafts were seen. MEMORY: each draft makes the drafts before it count less.
 LONGEST = 20
@@ -82,7 +82,7 @@ class Auto(Schedule):
         self.reset()
 
     def reset(self) -> None:
-        self._reserve.num_steps = min(max(self._reserve.num_steps, 0.0), LARGEST_RESERVE)
+        self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE)
         # In steps without drafts: what drafts have gained, the steps so far, and the reserve when the batch began.
         self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
@@ -91,7 +91,6 @@ class Auto(Schedule):
         # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
         self._sequences: dict[int, _Share] = {}
-        self._rates: dict[int, float] = {}
         for costs in self._costs.values():
             costs.begin()
 
@@ -104,9 +103,10 @@ class Auto(Schedule):
     def _counts(self, step: NextStep) -> list[int]:
         costs, nothing = self._costs_of(step), [0] * len(step.texts)
         rooms = step.at_most(self.buckets[-1])
-        steps = max(self._elapsed + max(step.left, default=0), self._reserved)
+        steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        purse = self._account + allowance
+        # A batch that lost more than its share, because it ended before its limit, leaves a debt.
+        purse = self._account + max(allowance + min(self._reserved, 0.0), self._reserved)
         if not any(rooms) or purse <= 0:
             return nothing
         if step.asks_again and step.offered is None:
@@ -143,7 +143,7 @@ class Auto(Schedule):
         levels = [level for level in buckets if level > 0] if step.is_compiled else list(range(1, buckets[-1] + 1))
         if is_trial or not costs.are_known:
             levels = levels[:1]
-        room = num_texts * buckets[-1] if step.is_compiled or step.reads_prompts else costs.room(purse)
+        room = plain * buckets[-1] if step.is_compiled or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
         begins = is_behind or (not step.looks_up and self._elapsed == 0)
@@ -174,6 +174,9 @@ class Auto(Schedule):
                 # Bad luck in one step should not end all drafting.
                 needed = max(2 * risk, risk + 2 * base * luck.dip(gain) if begins else 0.0)
                 choices.append(_Choice(gain, risk, needed, level, len(offers)))
+            # The gain rises and falls once, but where captured times have steps.
+            if choices and gain < choices[-1].gain and not step.is_compiled:
+                break
         safe = [choice for choice in choices if choice.needed <= purse]
         may_wait = begins and not costs.are_few and self._reserved < LARGEST_RESERVE
         if not choices or (may_wait and not safe):
@@ -199,7 +202,7 @@ class Auto(Schedule):
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         self._elapsed += 1
-        self._reserve.num_steps += 1
+        self._reserve.num_steps += LOST_SHARE
         cost = self._cost(step, costs)
         if count > 0 and not costs.are_known:
             self._unjudged = step, cost
@@ -232,7 +235,7 @@ class Auto(Schedule):
 
     def _gain(self, gain: float) -> None:
         self._account = min(self._account + gain, MOST_SAVED)
-        self._reserve.num_steps += gain / LOST_SHARE
+        self._reserve.num_steps += gain
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """What the accepted drafts of a step have saved, in steps."""
@@ -284,12 +287,7 @@ class Auto(Schedule):
         num_texts = len(reached)
         if step.is_refilled or num_texts == 1:
             return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
-        rates = map(sum, reached)
-        self._rates = {
-            text: rate / 16 + self._rates.get(text, rate) * 15 / 16
-            for text, rate in zip(step.texts, rates, strict=True)
-        }
-        steps = [left / (1 + rate) for left, rate in zip(step.left, self._rates.values(), strict=True)]
+        steps = [left / (1 + sum(chances)) for left, chances in zip(step.left, reached, strict=True)]
         last = max(steps)
         # A sequence that ends before the last one even without drafts saves nothing.
         weights = [
@@ -322,7 +320,7 @@ class _Share:
 
 @dataclass
 class _Reserve:
-    """The steps whose share drafts may still lose, over all batches."""
+    """What drafts may still lose, over all batches, in steps."""
 
     num_steps: float = FIRST_RESERVE
 

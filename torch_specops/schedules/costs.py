@@ -10,7 +10,7 @@ NUM_UNITS = 4
 STALE_AFTER = 64
 # A step counts this much less with each step after it.
 MEMORY = 63 / 64
-# After this many steps with drafts, their expected cost tells the unit of a batch that begins with drafts.
+# So many steps with drafts are few.
 FEW_STEPS = 4
 # A step that is slower than expected counts this much: other work may be the reason.
 WEIGHT_OF_SLOW_STEPS = 0.25
@@ -158,10 +158,8 @@ class StepCosts:
             most = max(most, tokens / num_rows)
         self.most_drafts = max(self.most_drafts, num_drafts)
         if self._units_are_old:
-            if not self.are_few:
-                self._units.clear()
-                self._units_are_old = False
-            self._units.append(seconds / expected)
+            # Steps may have become faster. Whether they have become slower, a step without drafts shows.
+            self._units = deque([min(*self._units, seconds / expected)], maxlen=NUM_UNITS)
         cost = min(seconds / min(self._units), most)
         weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
         self._fit(tokens / self._num_rows - 1, cost - 1, weight)
