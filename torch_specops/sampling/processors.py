@@ -47,8 +47,7 @@ class Processors:
         no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the sequence gets -inf. 0 = none.
         longest_ngram: at least the largest n.
         words: [M, 3] int64, for each word: its row; its last token, which gets the bias if the sequence ends with the
-            others; and `until`, because the word counts only while there are fewer new tokens. Unused entries are 0,
-            -1, 0.
+            others; and `until`: the word counts only while there are fewer new tokens. Unused entries are 0, -1, 0.
         biases: [M] float32, finite or -inf.
         pieces: [N, 3] int64, the other tokens of all words: the word's index, the token's place (1 = last in the
             sequence, 2 = before that), and the token. Unused entries are 0.
