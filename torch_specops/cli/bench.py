@@ -116,9 +116,9 @@ def bench(
     Where transformers refuses it, as for models that keep a recurrent state, it is left out.
     Prompts go through the model's chat template, if it has any.
 
-    After a warm-up they take turns. A table comes when it is measured; the lines below the last table explain the
-    columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature 0
-    the outputs are compared.
+    After a warm-up they take turns. Each table is printed once it is measured; the lines below the last table explain
+    the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature
+    0 the outputs are compared.
 
     After Ctrl-C or an error, the results so far are shown and written. Exit codes: 1 an output differs beyond rounding,
     2 an error, 130 Ctrl-C.
@@ -272,8 +272,8 @@ def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> 
         try:
             for _, runs in groupby(comparison.run(), lambda run: (run[0].temperature, run[0].batch_size)):
                 for case, label in runs:
-                    # The columns before the label take 38 places. The end of the line is for the "^C" that a terminal
-                    # writes.
+                    # The columns before the label take 38 places. The end of the line stays free for the "^C" of a
+                    # terminal.
                     progress.update(task, completed=done, description=label[: console.width - 40])
                     done += case.cost
                 show()

@@ -14,7 +14,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt. Of a line with several turns it is the first, because later turns would need the answers to it."""
+    """A prompt: the first turn of a line, because later turns would need the answers to earlier ones."""
 
     text: str
     category: str = ""
