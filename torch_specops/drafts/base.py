@@ -119,8 +119,8 @@ class DraftSource(Part, ABC):
         """
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Called before `restart` if the target has inputs besides the tokens: the new inputs of this row, as in
-        `start` with a batch of one."""
+        """Called before `restart` if the target has inputs besides the tokens. `inputs` are the new ones of this row,
+        as in `start` with a batch of one."""
 
     @property
     def can_restart(self) -> bool:

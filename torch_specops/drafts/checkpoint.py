@@ -19,7 +19,7 @@ def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     """The folder itself, or the folder of a Hugging Face hub repository, downloaded if necessary.
 
     Raises:
-        ValueError: there is neither, or it cannot be fetched.
+        ValueError: neither exists, or the download fails.
     """
     folder = Path(folder_or_id)
     if folder.is_dir():
@@ -48,7 +48,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """A function for each weight in a folder, by name, that reads it; a ValueError if no file can be read."""
+    """For each weight in a folder, by name, a function that reads it; a ValueError if no file can be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"

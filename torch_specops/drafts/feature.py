@@ -110,8 +110,8 @@ class FeatureDraft(SampledDraft):
         return (lengths.unsqueeze(1) - 1 + index).clamp(min=0)
 
     def _features(self, ends: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """The features [A, n, F * H] at positions [A, n] of `rows` [A] (None = all) of lengths `ends` [A, 1]. They are
-        zeros for a sequence of one token, which the target may not have read."""
+        """The features [A, n, F * H] at positions [A, n] of `rows` [A] (None = all), whose lengths are `ends` [A, 1].
+        They are zeros for a sequence of one token, which the target may not have read."""
         rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         features = self._target.features[rows.unsqueeze(1), positions].to(self._weight.dtype)
         return torch.where(ends.unsqueeze(2) > 1, features, 0.0)
@@ -123,15 +123,15 @@ class FeatureDraft(SampledDraft):
 
     @abstractmethod
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> object:
-        """Read positions [A, n] of the sequences [A, W] of `rows` [A] (None = all), of lengths `ends` [A, 1]. Positions
-        at or after `ends` - 1 are padding."""
+        """Read positions [A, n] in the sequences `tokens` [A, W] of `rows` [A] (None = all), whose lengths are `ends`
+        [A, 1]. Positions at or after `ends` - 1 are padding."""
 
 
 class PublishedDraft(FeatureDraft):
     """A source whose network is published as a separate checkpoint, with layers of `layers.py`."""
 
     _read_head: ClassVar[Callable[..., Any]]
-    # The number of its layers, and how many slots their caches have after the longest sequence.
+    # The number of its layers, and how many extra slots their caches have after the longest sequence.
     _num_caches, _num_behind = 1, 0
 
     @classmethod
@@ -148,7 +148,7 @@ class PublishedDraft(FeatureDraft):
             folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
                 (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code. A DFlash drafter may also
                 be a model of transformers, whose weights are shared where device and dtype allow it.
-            target: the model that it was trained for, on the device where the head is to be.
+            target: the model that it was trained for; the head is loaded to its device.
             dtype: of the head; None = the target's.
 
         Raises:
@@ -172,7 +172,7 @@ class PublishedDraft(FeatureDraft):
     def _attention(
         self, cache: RaggedKeyValues, spans: Tensor, positions: Tensor, rows: Tensor | None = None
     ) -> Attention:
-        """Attention over a cache for positions [A, n] of `rows` [A] (None = all), which first writes their keys and
+        """Attention over a cache for positions [A, n] of `rows` [A] (None = all). It first writes their keys and
         values. Each token attends to the slots of its span [A, n, 2]."""
         capacity = cache.keys.shape[2]
         width = self._width(positions, capacity)

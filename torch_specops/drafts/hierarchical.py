@@ -138,7 +138,8 @@ class HierarchicalDraft(ModelDraft):
         num_unread = 2
         has_own_seeds = not (self.inner.deterministic or sampling.coupled)
         of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards
-        # Two for each position: one for its acceptance test, one for the next token of a forward that begins there.
+        # Two uniforms for each position: one for its acceptance test, one for the next token of a forward that begins
+        # there.
         numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
         pairs = None if sampling.coupled else torch.stack(tuple(numbers), 1).unflatten(1, (-1, 2))
         for own_seeds in of_forwards:

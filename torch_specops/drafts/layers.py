@@ -139,7 +139,7 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
 
 
 def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
-    """Raise for a config value that is not a known one. Each of `values` is a name, a value and the known values."""
+    """Raise if a config value is not among the known values. Each of `values` is (name, value, known values)."""
     for name, value, known in values:
         if value not in known:
             raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")

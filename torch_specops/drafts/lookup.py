@@ -15,7 +15,7 @@ from ..models.base import settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
 
-# `SuffixLookup` looks for long matches only at the NUM_PLACES places that share the most of the row's last NUM_TOKENS
+# `SuffixLookup` measures matches at NUM_PLACES places only: those that share the most of the row's last NUM_TOKENS
 # tokens, the newest among equals.
 NUM_PLACES, NUM_TOKENS = 32, 3
 # `PromptLookup` reports the length of its match up to this many tokens.
@@ -65,8 +65,8 @@ class _Lookup(DraftSource):
         vars(self)["_input"] = new
 
     def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Tokens [B, N], `before` and the encoder's tokens first, then each row's sequence; the index [B, 1] of each
-        row's last token; the index of its first."""
+        """Returns tokens [B, N] (`before`, the encoder's, then each row's sequence), the index [B, 1] of each row's
+        last token, and the index of its first."""
         if self._input is not None and len(self._input) != len(tokens):
             raise RuntimeError(
                 f"draft: another decoder has used this {type(self).__name__} since, for {len(self._input)} rows; "
@@ -207,7 +207,7 @@ class SuffixLookup(_Lookup):
             has_vote = agrees & (token >= 0)
             votes = ((token.unsqueeze(1) == token.unsqueeze(2)) & has_vote.unsqueeze(1)).sum(2) * has_vote
             most, best = votes.max(1, keepdim=True)
-            # NaN if no place agrees, which compares as not likely enough.
+            # If no place agrees, the share is NaN, and the comparison below is False.
             share = most / agrees.sum(1, keepdim=True)
             probability = probability * share * (longest + ahead) / (longest + ahead + 1)
             is_likely = (probability >= self.min_probability) & (most > 0)

@@ -24,12 +24,12 @@ class MTP(FeatureDraft):
 
     Pair i of layer k is a hidden state at position i (the target's after its last norm for k = 0, otherwise layer k -
     1's) and the embedding of token i + 1 + k; from it the layer predicts token i + 2 + k. In a step, every layer reads
-    the new pairs of the sequence, and reads again the last pairs of the previous step, whose later tokens were drafts.
-    Drafts beyond the number of layers come from the last layer, which then reads its own output. K is the number of
-    layers by default.
+    the new pairs of the sequence, and rereads the last pairs of the previous step, which contained drafts. Drafts
+    beyond the number of layers come from the last layer, which then reads its own output. K is the number of layers by
+    default.
 
     Args:
-        head: what `from_pretrained` reads.
+        head: the layers, as `from_pretrained` reads them.
 
     Examples:
         >>> import pathlib, torch, transformers, torch_specops
@@ -67,9 +67,9 @@ class MTP(FeatureDraft):
         layers), in Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or in MiMo (`model.mtp_layers`).
 
         Args:
-            target: a transformers model, on the device where the layers are to be.
+            target: a transformers model; the layers are loaded to its device.
             folder_or_id: a folder with *.safetensors, or the id of a repository on the Hugging Face hub, of which the
-                newest revision is read; None = where the target came from. Nothing but these weights is read.
+                newest revision is read; None = where the target came from. Only these weights are read.
             dtype: of the layers; None = the target's.
 
         Raises:

@@ -103,8 +103,8 @@ def match_vocabularies(
 ) -> Tensor:
     """For each target token, the draft's token with the same text.
 
-    Texts are compared as the tokenizers write them. Two byte-level vocabularies write them alike; a vocabulary that
-    marks leading spaces differently has few twins.
+    Tokens are compared by their texts as the tokenizers write them. Two byte-level vocabularies write them alike; a
+    vocabulary that marks leading spaces differently has few twins.
 
     Args:
         target_vocab, draft_vocab: text -> token, the result of a tokenizer's `get_vocab()`.
