@@ -72,7 +72,7 @@ class LanguageModel(Part, ABC):
             and asks for no larger capacity, except for the tree of beam search.
         limited_by: the reason for `max_length`, for the error message; None = it has no more positions.
         reads_beyond: True = it was made for `max_length` tokens, and can read more.
-        eos_token_ids: the tokens that end a text if the caller names none.
+        eos_token_ids: the tokens that end a sequence if the caller names none.
         pad_token_id: fills rows after their end if the caller names none; None = the first eos token.
         undrafted: tokens that are never verified as drafts without probabilities, such as placeholders of images.
         reads_rows: True = `forward` takes `rows`, and there is `copy_rows`. New rows are then prefilled without the
@@ -101,7 +101,7 @@ class LanguageModel(Part, ABC):
 
     @abstractmethod
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Make room for `batch` sequences of `capacity` tokens and forget what was read before.
+        """Make room for `batch` sequences of `capacity` tokens and forget earlier sequences.
 
         Args:
             inputs: inputs besides the tokens, by name: an encoder's input, or the images of the next prompts as
@@ -115,8 +115,8 @@ class LanguageModel(Part, ABC):
         """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V] in float32, bfloat16 or
         float16, or the last num_logits of them.
 
-        A token attends to what was last written at the positions up to its own: to roll back, read at an earlier
-        position again. A position may occur twice in one call only with the same token.
+        A token attends to the latest entries at the positions up to its own. To roll back, read an earlier position
+        again. A position may occur twice in one call only with the same token.
 
         Args:
             rows: [A] int64, the rows to read, each at most once; tokens and positions are then [A, n], and other rows
@@ -216,7 +216,7 @@ class TreeModel(LanguageModel):
 
         Args:
             tokens: [B, n] int64.
-            positions: [B, n] int64, their positions in their sequences.
+            positions: [B, n] int64, their positions in the sequence.
             slots: [B, n] int64, where their keys and values are written. A slot may repeat only for the same node.
             visible: [B, n, S] bool, the slots of a node's sequence, its own included. The node may attend to these
                 slots only; no node may attend to slots from S on.

@@ -13,7 +13,7 @@ from .base import LanguageModel
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32
-# Rows are packed if reading them then costs at most this share of reading them padded; the rest pays for packing.
+# Rows are packed if reading them packed costs at most this share of reading them padded; the rest pays for packing.
 PACKED_COST = 0.9
 
 
