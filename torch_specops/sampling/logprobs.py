@@ -16,7 +16,7 @@ class LogProbabilities(NamedTuple):
     """Log-probabilities of emitted tokens, and the most likely tokens at their positions."""
 
     of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
-    top_tokens: Tensor  # [B, n, N] int64, the most likely first; of equals the lower index
+    top_tokens: Tensor  # [B, n, N] int64, the most likely first, ties by lower index
     top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
 
 
@@ -54,9 +54,9 @@ def log_probabilities(
 
 
 def _most_likely(z: Tensor, count: int) -> Tensor:
-    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, of
-    equals the lower index first. `topk` does not order equal entries, so each entry gets a unique int64 key: its value
-    in the upper 32 bits, its index in the lower."""
+    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, ties
+    by lower index. `topk` does not order equal entries, so each entry gets a unique int64 key: its value in the upper
+    32 bits, its index in the lower."""
     if count == 0:
         return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
     bits = (z + 0.0).view(torch.int32).long()

@@ -156,7 +156,7 @@ class SamplingParams:
             config: `model.generation_config`, or another config.
 
         Raises:
-            TypeError: no `GenerationConfig`.
+            TypeError: `config` is not a `GenerationConfig`.
             ValueError: fields that change the distribution in other ways, by name; a value out of range.
 
         Examples:
@@ -181,7 +181,7 @@ class SamplingParams:
 
         Args:
             prompt_lengths: [batch] int64, which processors need.
-            eos: [batch, E] int64, tokens that end a row; -1 and None are none.
+            eos: [batch, E] int64, tokens that end a row, padded with -1; None = no tokens.
             vocab_size: tokens are checked against it; None = they are not.
 
         Raises:

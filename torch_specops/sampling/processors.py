@@ -51,11 +51,11 @@ class Processors:
         biases: [M] float32, finite or -inf.
         pieces: [N, 3] int64, the other tokens of all words: the word's index, the token's place (1 = last in the
             sequence, 2 = before that), and the token. Unused entries are 0.
-        padding: [B, N] int64, padding; the first `num_padding` tokens of a row count as part of its sequence, before
-            its first token. The `prompt_lengths` then include them.
+        padding: [B, N] int64; the first `num_padding` tokens of a row count as part of its sequence, before its first
+            token. The `prompt_lengths` then include them.
         num_padding: [B] int64.
-        num_ignored: [B] int64, how many tokens the repetition penalty ignores at the start of padding and prompt, but
-            not all of them. None = 0.
+        num_ignored: [B] int64, how many tokens at the start of padding and prompt the repetition penalty ignores, fewer
+            than all. None = 0.
     """
 
     prompt_lengths: Tensor
@@ -99,13 +99,15 @@ class Processors:
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
             ignored = torch.zeros_like(self.prompt_lengths) if self.num_ignored is None else self.num_ignored
-            # Equal tokens write equal numbers. Positions that do not count write the first token that does.
+            # Repeated tokens write equal numbers. Positions that do not count are redirected to the first token that
+            # does.
             counts = is_before & (index >= ignored.view(-1, 1, 1))
             tokens = torch.where(counts, every, text.gather(1, ignored.unsqueeze(1)).unsqueeze(1))
             found = logits.gather(2, tokens)
             _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
         if self.presence_penalty is not None:
-            # Other positions write the first new token. Without new tokens, that logit is written back unchanged.
+            # Other positions are redirected to the first new token. Without new tokens, its logit is written back
+            # unchanged.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)
