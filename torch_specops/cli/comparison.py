@@ -95,7 +95,7 @@ class Comparison:
     warm: set[str] = field(default_factory=set)
 
     def cost(self) -> float:
-        """The cost of everything that `run` yields a label for."""
+        """The summed cost of everything that `run` yields."""
         total = 0.0
         for case in self.cases:
             num_runs = len(case.takers(self.providers)) * (1 + self.rounds) + (case.temperature == 0)

@@ -183,7 +183,7 @@ def smollm2_directory() -> Path:
     The package carries the weights as a 4-bit GGUF file; they are kept as float32.
 
     Raises:
-        ValueError: a package is missing, with the command that installs it, or its file is not the known file.
+        ValueError: a package is missing, with the command that installs it, or its weights have another checksum.
     """
     directory = cache_directory() / SMOLLM2
     if directory.is_dir():

@@ -77,7 +77,7 @@ def default_num_draft_tokens(source: object) -> int:
 def load_models(
     console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Models, Tokenizer]:
-    """The target, the draft and the target's tokenizer; the console shows what takes time."""
+    """The target, the draft and the target's tokenizer; the console shows the slow parts."""
     check_name("target", target)
     if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")

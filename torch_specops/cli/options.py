@@ -31,7 +31,7 @@ Target = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        # DRAFT would fail: typer 0.27.0 to 0.27.3 take a metavar equal to the name in capitals for the option itself.
+        # typer 0.27.0 to 0.27.3 mistake the metavar DRAFT, the name in capitals, for the option itself.
         metavar="NAME",
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "

@@ -26,7 +26,7 @@ SPECULATIVE = "specops"
 
 @dataclass(frozen=True)
 class Answer:
-    """The new tokens of each row, and the statistics of this package."""
+    """The new tokens of each row, and this package's statistics, None for transformers."""
 
     tokens: list[list[int]]
     stats: GenerationStats | None = None
@@ -89,7 +89,7 @@ def refusal(provider: Provider) -> str | None:
 
 
 def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, options: dict[str, Any]) -> Provider:
-    # Made from the model, not from its adapter, so that each decoder has its own cache.
+    # Pass the model instead of its adapter, so that each decoder has its own cache.
     decoder = SpeculativeDecoder(target, draft, **options)
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
@@ -115,7 +115,7 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
     """
     assistant = fields.get("assistant_model")
     modules = (target,) if assistant is None else (target, assistant)
-    # Without an assistant the target drafts for itself. The config of the last module is therefore the assistant's.
+    # Without an assistant the target drafts for itself, so the config of the last module is always the assistant's.
     configs = [{}, assistant_config][-len(modules) :]
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:

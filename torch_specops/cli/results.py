@@ -28,7 +28,7 @@ COLUMNS = (
 # The positions of drafts whose acceptance is shown by category. With more of them a table may be wider than 80 columns.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
-# The mark after a row and its meaning, by how the output compares.
+# How the output compares: the mark after a row, and its meaning.
 MARKS = {
     "identical": ("=", "identical to plain greedy decoding"),
     "near ties": ("~", "identical but where two logits are closer than float32 rounding"),

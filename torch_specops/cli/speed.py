@@ -65,7 +65,7 @@ def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
         torch.set_num_threads(num_threads)
         started, reads = time.perf_counter(), 0
         while (seconds := time.perf_counter() - started) < TRIAL_SECONDS:
-            # As many tokens as a step with drafts reads, then one, as without drafts.
+            # Read as many tokens as a step with drafts, then one, as a step without drafts.
             target.start(1, width)
             target.forward(tokens[:, :-1], positions[:, :-1])
             target.forward(tokens[:, -1:], positions[:, -1:])
