@@ -64,8 +64,8 @@ class BeamScorer:
         self.failed = torch.zeros_like(self.done)
 
     def advance(self, logits: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the beams of the active rows [B] their next token, by the logits [B, w, V] after each running beam.
-        Other rows do not change.
+        """Extend the beams of `active` [B] rows by one token, given the logits [B, w, V] after each running beam. Other
+        rows do not change.
 
         Returns:
             parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token.

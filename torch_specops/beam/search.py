@@ -30,9 +30,8 @@ class BeamOutput(GenerationOutput):
     """The best finished beams: R for each of B prompts, the beams of a prompt side by side, best first.
 
     `sequences`, `prompt_lengths` and `lengths` have B * R rows; the keys of `errors` are prompts. In `stats`, a step is
-    a round, and what is counted as a token is a level: one more token for all beams of a prompt. So
-    `mean_acceptance_length` is levels per round, and `num_accepted` counts the drafted levels that held all of the
-    target's beams.
+    a round and a token is a level: one more token for all beams of a prompt. So `mean_acceptance_length` is levels per
+    round, and `num_accepted` counts the drafted levels that held all of the target's beams.
 
     Args:
         scores: [B * R] float32, the summed log-probability of the new tokens / their number ** length_penalty.
@@ -69,8 +68,8 @@ def beam_search(
         target: a transformers model, or a `TreeModel`.
         input_ids: as `generate` takes it.
         num_beams: w >= 1; 1 is greedy decoding, as in transformers.
-        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round. Once the
-            longest text is longer than the draft can read, there are no drafts.
+        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round. There
+            are no drafts once the longest sequence is longer than the draft can read.
         draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, but forwards are
             wider.
         attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
@@ -84,7 +83,7 @@ def beam_search(
         eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's generation
             config.
         pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
-        inputs: what the target's encoder reads, by name, as in `SpeculativeDecoder.generate`.
+        inputs: the inputs of the target's encoder, by name, as in `SpeculativeDecoder.generate`.
 
     Returns:
         `BeamOutput`. A prompt without any continuation of finite score returns its running beams as they are, with an
@@ -129,7 +128,7 @@ def beam_search(
         max_new_tokens=max_new_tokens,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
-        # Beams are not drawn.
+        # Beam search uses no randomness.
         seed=0,
         min_new_tokens=1,
     )
@@ -191,8 +190,8 @@ class _Search:
             room = left
 
     def _most_drafts(self, longest: int) -> int:
-        """The most levels that the draft can read behind texts of up to `longest` tokens. Once these are none it never
-        drafts again, because it would lack what was decided since."""
+        """The most levels that the draft can read after sequences of up to `longest` tokens. After 0 it never drafts
+        again, because it would lack the tokens decided since."""
         readable = None if self.draft is None else self.draft.max_length
         if readable is not None:
             self.num_draft_tokens = min(self.num_draft_tokens, max(readable + 1 - longest, 0))
@@ -203,7 +202,7 @@ class _Search:
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
-        # Every level that is kept takes at most w slots; the nodes of a round are added to these.
+        # A kept level takes at most w slots; the nodes of a round come on top.
         num_kept = int((lengths + num_beams * self.scorer.limits).max())
         num_slots = num_kept + num_beams + self.draft_beams * self.num_draft_tokens
         self.tree = BeamTree(prompts, lengths, num_beams, num_slots)
@@ -256,7 +255,7 @@ class _Search:
                 break
             is_read, nodes = levels[depth + 1].index_of(nodes, tokens)
             active = active & is_read.all(1) & ~scorer.done
-            # On a CPU this check is free, and no row reaches the remaining levels.
+            # This check is free on a CPU. Without active rows, the remaining levels change nothing.
             if active.device.type == "cpu" and not bool(active.any()):
                 break
         num_levels = scorer.counts - before
@@ -265,7 +264,7 @@ class _Search:
         return torch.stack([num_levels, left, tree.num_live()])
 
 
-# Outside inference mode, because users train on what was generated.
+# Outside inference mode, because users may train on the output.
 @torch.inference_mode(False)
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer, state = search.scorer, prompts.state

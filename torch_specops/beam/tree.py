@@ -1,7 +1,7 @@
-"""The tree of texts that beam search keeps in one row of a cache.
+"""The tree of beams that beam search keeps in one row of a cache.
 
-Each token that was read is a node with its own slot in the row's cache, and each beam has the set of slots that hold
-its text. Reordering beams reorders only these sets; keys and values never move. A slot that no beam sees is free.
+Each token that was read is a node with its own slot in the row's cache, and each beam has the set of slots of its
+tokens. Reordering beams reorders only these sets; keys and values never move. A slot that no beam sees is free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Level:
 
 
 class BeamTree:
-    """The texts of w running beams in each of B rows, and the slots that hold them.
+    """The w running beams of each of B rows, and the slots that hold their tokens.
 
     Args:
         tokens: [B, P] int64, the prompts. All but the newest token of each have been read, into the slots of their
@@ -47,7 +47,7 @@ class BeamTree:
         tokens: [B, w] int64, the newest token of each beam, which has not been read.
         positions: [B] int64, its position.
         levels: the levels of the round so far, from the newest tokens down.
-        width: the slots from here on are seen by no beam.
+        width: no beam sees the slots from here on.
     """
 
     def __init__(self, tokens: Tensor, lengths: Tensor, num_beams: int, num_slots: int) -> None:

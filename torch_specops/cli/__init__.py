@@ -25,7 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Rich would draw boxes, and leave half of 80 columns to the explanations.
+    # Rich would draw boxes, and leave half of 80 columns for the explanations.
     rich_markup_mode=None,
 )
 

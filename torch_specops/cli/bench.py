@@ -110,15 +110,15 @@ def bench(
 ) -> None:
     """Compare the speed of this package with transformers, on the same models and prompts.
 
-    Compared are "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft
-    and K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without
-    and with the draft. Assisted generation takes one prompt at a time; its prompt lookup is "prompt-lookup:2".
-    Where transformers refuses it, as for models that keep a recurrent state, it is left out.
-    Prompts go through the model's chat template, if it has any.
+    It compares "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft and
+    K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without and
+    with the draft. Assisted generation takes one prompt at a time; its prompt lookup is "prompt-lookup:2". Where
+    transformers refuses it, as for models that keep a recurrent state, it is left out. Prompts go through the model's
+    chat template, if it has any.
 
-    After a warm-up they take turns. A table comes when it is measured; the lines below the last table explain the
-    columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature 0
-    the outputs are compared.
+    After a warm-up they take turns. Each table is printed once it is measured; the lines below the last table explain
+    the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature
+    0 the outputs are compared.
 
     After Ctrl-C or an error, the results so far are shown and written. Exit codes: 1 an output differs beyond rounding,
     2 an error, 130 Ctrl-C.
@@ -145,7 +145,7 @@ def bench(
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
         for question, own in zip(questions, tokens, strict=True):
-            # transformers would go on beyond the model's positions.
+            # transformers would continue beyond the model's positions.
             if models.target.max_length is not None and len(own) + max_new_tokens > models.target.max_length:
                 raise ValueError(
                     f"{question.place}: expected a prompt and new tokens within the {models.target.max_length} that "
@@ -272,8 +272,8 @@ def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> 
         try:
             for _, runs in groupby(comparison.run(), lambda run: (run[0].temperature, run[0].batch_size)):
                 for case, label in runs:
-                    # The columns before the label take 38 places. The end of the line is for the "^C" that a terminal
-                    # writes.
+                    # The columns before the label take 38 places. The end of the line stays free for the "^C" of a
+                    # terminal.
                     progress.update(task, completed=done, description=label[: console.width - 40])
                     done += case.cost
                 show()

@@ -63,15 +63,15 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
     num_steps: int | None = None
-    # The same, summed over the rows that took part.
+    # The same, summed over the rows that took part in each.
     num_row_steps: int | None = None
     # Drafts at the first position of a step, the second, ...; empty = no drafts, or transformers, which does not say.
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    # Outside the models' forwards; None for compiled steps, in which they cannot be timed.
+    # Seconds outside the models' forwards; None for compiled steps, whose forwards cannot be timed.
     outside_seconds: float | None = None
     compile_seconds: float = 0.0
-    # On CUDA, of the tensors of the untimed runs, without those that existed before (the models).
+    # On CUDA: the peak of the untimed runs, without tensors that existed before (the models).
     peak_memory_bytes: int | None = None
     # "identical", "near ties", "rounding" or "different", as `results.MARKS` explains; None = sampled.
     greedy: str | None = None
@@ -95,7 +95,7 @@ class Comparison:
     warm: set[str] = field(default_factory=set)
 
     def cost(self) -> float:
-        """The cost of everything that `run` yields a label for."""
+        """The summed cost of everything that `run` yields."""
         total = 0.0
         for case in self.cases:
             num_runs = len(case.takers(self.providers)) * (1 + self.rounds) + (case.temperature == 0)
@@ -104,7 +104,7 @@ class Comparison:
 
     @torch.inference_mode()
     def run(self) -> Iterator[tuple[Case, str]]:
-        """Measure; yields before each run its case and a label."""
+        """Measure; yields the case and a label before each run."""
         seed = self.seed
         for case in self.cases:
             place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
@@ -113,14 +113,15 @@ class Comparison:
                 runs: list[Run] = []
                 for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
-                    # With the seed of the first round, so that lengths and times belong to the same texts.
+                    # Use the seed of the first round, so that lengths and times belong to the same outputs.
                     runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
                     self._observe(runs[-1], batch, seed)
                 if case.temperature == 0:
                     yield case, f"{place}, comparing greedy outputs"
                     self._compare(prompts, runs)
                 for index in range(self.rounds):
-                    # The order changes, because the first provider finds other caches than the rest.
+                    # Rotate the order, because the first provider finds the CPU's caches in another state than the
+                    # rest.
                     first = (seed - self.seed) % len(runs)
                     for run in runs[first:] + runs[:first]:
                         yield case, f"{place}, round {index + 1} of {self.rounds}: {run.provider.name}"
@@ -131,7 +132,7 @@ class Comparison:
                         self.runs += runs
 
     def _observe(self, run: Run, batch: Batch, seed: int) -> None:
-        """Run once to count steps and the time in forwards; a provider's first time, after a run that warms it up."""
+        """Run once to count steps and to time forwards; a provider that has not run yet is warmed up first."""
         provider, device = run.provider, self.target.device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if before is not None:
@@ -159,7 +160,7 @@ class Comparison:
             raise RuntimeError(f"{provider.name}: expected {self.max_new_tokens} tokens per row, got {counts}")
 
     def _timed(self, run: Run, batch: Batch, seed: int) -> tuple[float, Answer]:
-        """Seconds without compiling, which are added to the run, and the answer."""
+        """Seconds without compiling, and the answer. The time of compiling is added to the run."""
         _synchronize(self.target.device)
         started = time.perf_counter()
         answer = run.provider.decode(*batch, self.max_new_tokens, run.case.sampling, seed)

@@ -72,7 +72,8 @@ def demo(
     Accepted guesses are green, the target's own tokens are yellow. The numbers below the text say how many
     tokens came per step, how many guesses were accepted, and how fast it was. At temperature 0 the prompt is then
     decoded without the draft, and both texts are compared. Runs with the draft and without it take turns, and one of
-    them is called faster only if it was faster in every turn. What seems slower with the draft is timed once more.
+    them is called faster only if it was faster in every turn. If decoding seems slower with the draft, it is timed once
+    more.
 
     Ctrl-C stops the text or the comparison; the numbers so far are still shown. Exit codes: 1 the texts differ, 2 a
     wrong argument or a missing package, 130 Ctrl-C.
@@ -127,7 +128,7 @@ def demo(
                 with console.status("decoding again, with the draft and without it in turns"):
                     speeds, differences = compare()
                     if speeds is not None and speeds.is_slower:
-                        # Once more: it may be chance, or another program has taken a core since the trial.
+                        # Compare again: it may be chance, or another program has taken a core since the trial.
                         if choose_threads is not None:
                             choose_threads()
                         speeds, differences = compare()
@@ -164,7 +165,7 @@ def _next(target: str, draft: str, device: str, temperature: float) -> str:
     defaults = ("target", target, SMOLLM2), ("draft", draft, PROMPT_LOOKUP), ("device", device, "cpu")
     for name, value, default in defaults:
         command += f" --{name} {quote(value)}" if value != default else ""
-    # In a virtual environment that is not active, as after `make demo`, the command has a folder.
+    # In a virtual environment that is not active, as after `make demo`, the command needs its folder.
     in_a_folder = sys.argv[0].endswith("/torch-specops") and which("torch-specops") is None
     return f"{what}: {sys.argv[0] if in_a_folder else 'torch-specops'} {command}"
 

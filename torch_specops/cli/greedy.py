@@ -13,7 +13,7 @@ from ..drafts import LanguageModel
 
 @dataclass(frozen=True)
 class GreedyDifference:
-    """A token that plain greedy decoding would not give after the same text."""
+    """A token that plain greedy decoding would not emit after the same tokens."""
 
     index: int  # in the output, from 0
     token: int
@@ -40,7 +40,8 @@ def worst_of(differences: Sequence[GreedyDifference]) -> GreedyDifference:
 
 
 def verdict(differences: Sequence[GreedyDifference], is_16_bit: bool = False) -> str:
-    """ "identical", "near ties", "different", or of 16-bit logits "rounding": it may be either of the last two."""
+    """ "identical", "near ties", "different", or, for 16-bit logits, "rounding", which may be either of the last
+    two."""
     if not differences:
         return "identical"
     if is_16_bit:
@@ -48,9 +49,9 @@ def verdict(differences: Sequence[GreedyDifference], is_16_bit: bool = False) ->
     return "near ties" if all(difference.is_rounding for difference in differences) else "different"
 
 
-# A forward over K+1 tokens sums in another order than a forward over one token, so their float32 logits differ: by at
-# most 3e-6 of the largest logit where this was measured (135M parameters, 30 layers, K up to 10). Two tokens may swap
-# within twice that; the bound leaves a factor of five for other models. A defect changes logits by far more.
+# A forward over K+1 tokens sums in another order than a forward over one token, so their float32 logits differ, by at
+# most 3e-6 of the largest logit in measurements (135M parameters, 30 layers, K up to 10). Two tokens may swap within
+# twice that; the bound leaves a factor of five for other models. A bug changes logits by far more.
 ROUNDING = 3e-5
 
 
@@ -59,8 +60,8 @@ def check_greedy(
 ) -> list[GreedyDifference]:
     """Decode greedily, one token per forward and without the ops, and compare with `output_tokens` token by token.
 
-    After a difference the check goes on with the token of `output_tokens`, so that every token is checked against the
-    text before it.
+    After a difference the check continues with the token of `output_tokens`, so that every token is checked against the
+    tokens before it.
 
     Args:
         input_ids: [1, P] int64, the prompt.
@@ -86,7 +87,7 @@ def greedy_differences(
         difference = None
         if expected_token != token:
             gap = float(logits[expected_token] - logits[token])
-            # Without -inf and the lowest float, by which models exclude tokens.
+            # Leave out -inf and the lowest float, with which models exclude tokens.
             usual = logits[logits > torch.finfo(logits.dtype).min]
             bound = ROUNDING * float(usual.abs().amax())
             difference = GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row)

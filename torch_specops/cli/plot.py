@@ -1,4 +1,4 @@
-"""Pictures of results."""
+"""Plots of results."""
 
 from __future__ import annotations
 

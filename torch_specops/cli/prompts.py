@@ -14,7 +14,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt. Of a line with several turns it is the first, because later turns would need the answers to it."""
+    """A prompt: the first turn of a line, because later turns would need the answers to earlier ones."""
 
     text: str
     category: str = ""
@@ -28,7 +28,7 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ValueError: a file that cannot be read, or a line that is not a question; the message names the line.
     """
-    # Not `splitlines`, because JSON may hold other line breaks than newlines.
+    # `splitlines` would also split at other line breaks, which JSON may contain.
     lines = read_text("prompts", path).split("\n")
     questions = [
         _question(line, f"prompts: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()

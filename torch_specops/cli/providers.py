@@ -26,7 +26,7 @@ SPECULATIVE = "specops"
 
 @dataclass(frozen=True)
 class Answer:
-    """The new tokens of each row, and the statistics of this package."""
+    """The new tokens of each row, and this package's statistics, None for transformers."""
 
     tokens: list[list[int]]
     stats: GenerationStats | None = None
@@ -44,7 +44,7 @@ class Provider:
     compiled: bool = False
     # It takes one prompt at a time.
     single: bool = False
-    # Forwards of the target also draft, so that their number is not the number of steps.
+    # The target's forwards also draft, so that their number is not the number of steps.
     drafts_with_target: bool = False
 
 
@@ -77,8 +77,8 @@ def make_providers(
 
 
 def refusal(provider: Provider) -> str | None:
-    """Why transformers refuses to decode in this way, whatever the prompt: None if it does not. Its assisted generation
-    takes no model that keeps a recurrent state."""
+    """The reason why transformers refuses to decode in this way for any prompt; None if it does not. Its assisted
+    generation takes no model that keeps a recurrent state."""
     device = next(provider.modules[0].parameters()).device
     token = torch.ones(1, 1, dtype=torch.int64, device=device)
     try:
@@ -89,7 +89,7 @@ def refusal(provider: Provider) -> str | None:
 
 
 def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, options: dict[str, Any]) -> Provider:
-    # Made from the model, not from its adapter, so that each decoder has its own cache.
+    # Pass the model instead of its adapter, so that each decoder has its own cache.
     decoder = SpeculativeDecoder(target, draft, **options)
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
@@ -106,16 +106,16 @@ def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, op
 
 
 def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_config: dict[str, Any]) -> Provider:
-    """`target.generate`, without anything of the models' own generation configs, which may have an eos, a top-k or
-    penalties: each call replaces them.
+    """`target.generate` with the models' generation configs replaced in each call, because they may have an eos, a
+    top-k or penalties.
 
     Args:
         fields: arguments that make it assisted; none without a draft.
-        assistant_config: what the generation config of the model that drafts has besides transformers' defaults.
+        assistant_config: the drafting model's generation config besides transformers' defaults.
     """
     assistant = fields.get("assistant_model")
     modules = (target,) if assistant is None else (target, assistant)
-    # Without an assistant the target drafts for itself. The config of the last module is therefore the assistant's.
+    # Without an assistant the target drafts for itself, so the config of the last module is always the assistant's.
     configs = [{}, assistant_config][-len(modules) :]
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
@@ -124,11 +124,11 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
         if asked["do_sample"]:
             asked |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             asked["min_p"] = sampling.min_p or None
-        # `generate` takes from them what its arguments leave out.
+        # `generate` reads from these configs what its arguments leave out.
         for model, config in zip(modules, configs, strict=True):
             old = model.generation_config
             model.generation_config = type(old)(pad_token_id=old.pad_token_id or 0, **config)
-        # transformers' call of the assistant makes transformers warn of deprecated arguments.
+        # transformers calls the assistant with arguments that it then warns are deprecated.
         with log_messages_off():
             output = target.generate(input_ids=ids, attention_mask=mask, **asked)
         return Answer(output[:, ids.shape[1] :].tolist())

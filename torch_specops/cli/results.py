@@ -1,4 +1,4 @@
-"""Turns what was measured into records for JSON, tables, and lines about differing outputs."""
+"""Turns measurements into records for JSON, tables, and lines about differing outputs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COLUMNS = (
     ("ms/st", "outside_seconds_per_step", ".2f", 1e3),
     ("MB", "peak_memory_bytes", ".0f", 1e-6),
 )
-# The positions of drafts whose acceptance is shown by category. With more of them a table may be wider than 80.
+# The positions of drafts whose acceptance is shown by category. With more of them a table may be wider than 80 columns.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
-# The mark after a row and its meaning, by how the output compares.
+# How the output compares: the mark after a row, and its meaning.
 MARKS = {
     "identical": ("=", "identical to plain greedy decoding"),
     "near ties": ("~", "identical but where two logits are closer than float32 rounding"),
@@ -57,8 +57,8 @@ def totals(runs: Sequence[Run]) -> list[Run]:
 
 
 def as_results(runs: Sequence[Run]) -> list[Record]:
-    """Records of what was timed, for each provider and case, with its speedups in the same case: over transformers'
-    `generate`, over the fastest assisted generation, and over the fastest way without a draft."""
+    """Records of the runs, for each provider and case, with speedups within the case: over transformers' `generate`,
+    over the fastest assisted generation, and over the fastest way without a draft."""
     cases: dict[tuple[object, ...], dict[str, list[Run]]] = {}
     for run in runs:
         case = cases.setdefault((run.case.temperature, run.case.batch_size, run.case.category), {})
@@ -171,7 +171,7 @@ def print_categories(console: Console, results: Sequence[Record], totals: Sequen
 
 
 def _print_drafting(console: Console, ways: Sequence[tuple[str, Record]]) -> None:
-    """What the schedule did, a line for each of these."""
+    """Print a line about the schedule for each name and record."""
     for name, way in ways:
         if way["acceptance_rate"] is not None:
             drafts, without = way["drafts_per_step"], way["steps_without_drafts"]

@@ -1,4 +1,5 @@
-"""Is decoding faster with a draft? Runs with it and without it take turns, on threads that do not wait for others."""
+"""Is decoding faster with a draft? Runs with it and without it take turns, on a number of threads that short trials
+choose."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
 ROUNDS = 3
 # A trial of a number of threads takes at least this long.
 TRIAL_SECONDS = 0.1
-# Where the largest ratio of two neighbours is less than this times the smallest, the runs agree.
+# The runs agree if the largest ratio of two neighbours is less than this times the smallest.
 AGREEMENT = 1.25
 
 Key = TypeVar("Key")
 
 
 def take_turns(runs: Mapping[Key, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Key, list[float]]:
-    """Seconds of every round of each. One call of each in turn: a change in the machine's load meets all of them. Every
-    other round goes backwards, because the first call finds other caches than the rest.
+    """The seconds of each run in every round. Runs are called in turn, so that a change in the machine's load affects
+    all of them. Every other round is reversed, because the first call finds the CPU's caches in another state.
 
     Args:
         runs: called with the number of the round, which is negative in a warm-up.
-        warm_up: the most rounds that do not count; they are a fourth of the others or fewer.
+        warm_up: the most rounds that do not count; at most a quarter of `rounds`.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     for i in range(-min(warm_up, rounds // 4), rounds):
@@ -51,8 +52,8 @@ def take_turns(runs: Mapping[Key, Callable[[int], float]], rounds: int, warm_up:
 def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
     """Keep torch's number of CPU threads if it is clearly faster than 1 thread in short trials, otherwise set it to 1.
 
-    Threads wait for each other after every operation. If another program runs on one of their cores, several may take
-    ten times as long as one.
+    Threads wait for each other after every operation. If another program runs on one of their cores, several threads
+    may take ten times as long as one.
     """
     present, width = torch.get_num_threads(), num_draft_tokens + 2
     if present == 1:
@@ -64,7 +65,7 @@ def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
         torch.set_num_threads(num_threads)
         started, reads = time.perf_counter(), 0
         while (seconds := time.perf_counter() - started) < TRIAL_SECONDS:
-            # As many tokens as a step with drafts reads, then one, as without drafts.
+            # Read as many tokens as a step with drafts, then one, as a step without drafts.
             target.start(1, width)
             target.forward(tokens[:, :-1], positions[:, :-1])
             target.forward(tokens[:, -1:], positions[:, -1:])
@@ -117,13 +118,13 @@ def compare_speeds(
     of `check_greedy`. Reading the prompt is not timed.
 
     Args:
-        decoder: has run before, so that nothing is slow for the first time.
+        decoder: has run before, so that no cost of a first call is timed.
         tokens: the output. If it is so short that one step may emit it, there are no speeds.
     """
     # Imports transformers, for which `--help` must not wait.
     from ..hf import language_model
 
-    # With a cache that the decoder's turns leave alone.
+    # Use a separate cache, which the decoder's turns do not change.
     checked = greedy_differences(language_model(target.model), input_ids, tokens)
     found = list(islice(checked, 1))
     part = (len(tokens) - 1) // ROUNDS

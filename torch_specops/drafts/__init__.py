@@ -1,5 +1,4 @@
-"""Where draft tokens come from, one file per draft. Each is a `DraftSource`; your own derives from it and needs
-only `propose`.
+"""Draft sources, one per file. To write your own, derive from `DraftSource` and define `propose`.
 
 Examples:
     >>> import torch

@@ -20,14 +20,14 @@ class Draft:
     """K proposed tokens per sequence, and the distribution they were drawn from.
 
     Args:
-        tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified. Where the
-            padding of sampled drafts begins may depend on the text, and for draft j on the drafts before it and on its
-            distribution q_j, but never on which token was drawn from q_j: that would change the law.
+        tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified. Whether a
+            sampled draft j is padding may depend on the sequence, on the drafts before it and on its distribution q_j,
+            but never on the token drawn from q_j: that would change the output's distribution.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
             filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
-        matches: [B] int64, for drafts that were looked up: how many tokens at the end of each text also stand before
-            the place where they were found; None = not known. `Auto` learns from it.
+        matches: [B] int64, for looked-up drafts: the length of each sequence's match, in tokens; None = not known.
+            `Auto` learns from it.
     """
 
     tokens: Tensor
@@ -37,40 +37,40 @@ class Draft:
 
 
 def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
-    """K results of `SamplingTensors.draw` as a `Draft`."""
+    """Stack K results of `SamplingTensors.draw` into a `Draft`."""
     parts = zip(*drawn, strict=True)
     return Draft(*(None if part[0] is None else torch.stack(part, 1) for part in parts))  # type: ignore[arg-type]
 
 
 class DraftSource(Part, ABC):
-    """Where draft tokens come from. To write your own, derive from this class and write `propose`.
+    """A source of draft tokens. To write your own, derive from this class and define `propose`.
 
     In every method, `tokens` [B, W] int64 holds the sequences from index 0 on, and `lengths` [B] int64, 1..W, says
     where they end; ignore entries at or after a row's length. All methods but `propose` run eagerly.
 
     `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
-    The loop checks what a `propose` of yours returns. It gets a copy of the text. Writing into it, and a token outside
-    the vocabulary, are errors in an eager step on a CPU, and have no effect elsewhere. `propose` and `catch_up` may run
-    in inference mode, where nothing should be made that a later call writes; the other methods run outside of it.
+    The loop checks what your `propose` returns, and passes it a copy of the tokens. Writing into this copy, or
+    proposing a token outside the vocabulary, raises in an eager step on a CPU and has no effect elsewhere. `propose`
+    and `catch_up` may run in inference mode: do not create tensors there that a later call writes. The other methods
+    run outside inference mode.
 
     Attributes:
-        deterministic: True = proposals are a function of the text, and `Draft.logits` is None.
-        looks_up: True = the source is deterministic and proposes in a small part of a step's time. An eager step on a
-            CPU then asks for K drafts, and the schedule chooses how many of those that were found to verify.
+        deterministic: True = proposals depend on the sequence alone, and `Draft.logits` is None.
+        looks_up: True = the source is deterministic and takes a small part of a step's time. An eager step on a CPU
+            then asks for K drafts, and the schedule chooses how many of the drafts found are verified.
         vocab_size: the number of tokens that the source can propose; None = any of the target's.
         device: where its tensors live; None = wherever the tokens are.
-        max_length: the longest sequence it can read; None = no limit known. A longer row gets no drafts any more: in
-            every method but `on_finished`, its length is then 1.
-        default_draft_tokens: K where the caller names none; None = 5.
-        max_draft_tokens: the largest K that it can be asked for; None = any.
+        max_length: the longest sequence it can read; None = no known limit. A longer row gets no more drafts: every
+            method but `on_finished` then gets 1 as its length.
+        default_draft_tokens: K if the caller gives none; None = 5.
+        max_draft_tokens: the largest K; None = no limit.
         compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
             compiled loop compiles `propose` as a whole.
-        feature_layers: the layers of the target whose inputs the source reads in `FeatureModel.features`, counted
-            from 0; the number of layers stands for what the head reads, after the last norm. () = none, and then the
-            target keeps none.
-        is_checked: True = the loop checks proposals. Set for each class: True for a `propose` outside this package.
+        feature_layers: the target's layers, counted from 0, whose inputs the source reads from `FeatureModel.features`;
+            the number of layers stands for the input of the head, after the last norm. () = none.
+        is_checked: True = the loop checks proposals. Set per class: True if `propose` is defined outside this package.
 
-    It may have the members of `Part` too, such as `inside`, its models.
+    A source may also define members of `Part`, such as `inside` for the models that it uses.
     """
 
     deterministic: bool = True
@@ -93,14 +93,14 @@ class DraftSource(Part, ABC):
         have bound it in between."""
 
     def expect(self, num_draft_tokens: int) -> None:
-        """Called before `start`: no step of the batch has more drafts than these."""
+        """Called before `start` with the most drafts that a step of the batch may have."""
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         """Read the prompts, before the first step of a batch. May wait for the device.
 
         Args:
             capacity: the most tokens that a sequence may ever have, drafts included.
-            inputs: what the target reads besides the tokens, by name.
+            inputs: the target's inputs besides the tokens, by name.
         """
 
     def compile(self, shape: Hashable | None) -> None:
@@ -112,25 +112,24 @@ class DraftSource(Part, ABC):
         one token. Must not wait for the device."""
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """The rows `rows` [A] int64 have new prompts: forget what was read of these rows, and read the prompts. Called
-        between two steps of a session, also for the first prompts: `start` then gets rows of one meaningless token. May
-        wait for the device.
+        """Forget `rows` [A] int64 and read their new prompts. Called between two steps of a session, also for the first
+        prompts: `start` then gets rows of one dummy token. May wait for the device.
 
-        A source with a `start` of its own needs a `restart` for sessions and `generate_many`.
+        A source that overrides `start` must also override `restart` to work in sessions and `generate_many`.
         """
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Called before `restart` with the target's new inputs of this row, as in `start` with a batch of one, if it
-        reads something besides the tokens."""
+        """Called before `restart` if the target has inputs besides the tokens. `inputs` are the new ones of this row,
+        as in `start` with a batch of one."""
 
     @property
     def can_restart(self) -> bool:
-        """True = rows may get new prompts: the source has `restart`, or no `start`."""
+        """True = rows may get new prompts: the source overrides `restart`, or does not override `start`."""
         kind = type(self)
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
     def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called with the sequences that end, and all tokens emitted; not if the caller stops earlier."""
+        """Called with finished sequences, emitted tokens included; not called if the caller stops early."""
 
     @abstractmethod
     def propose(
@@ -143,21 +142,22 @@ class DraftSource(Part, ABC):
             sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
                 `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise the verified q is not
                 the q that was sampled. If the target has processors, `sampling.process(logits, text, lengths)` applies
-                them, with a text that includes the drafts so far; without them, fewer drafts are accepted.
+                them, where `text` includes the drafts so far; without them, fewer drafts are accepted.
             seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
-                If `sampling.coupled`, the text does not depend on the drafts. Most are then accepted of a source that
-                draws draft i with `sample_gumbel(logits, seeds, lengths + i, ..)`; `Draft.logits` are not read.
+                If `sampling.coupled`, the output does not depend on the drafts, and `Draft.logits` are not read.
+                Acceptance is then highest for a source that draws draft i with
+                `sample_gumbel(logits, seeds, lengths + i, ..)`.
         """
 
 
 def readable_lengths(source: DraftSource, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Lengths [B] of texts in tokens [B, W] as a source gets them: 1 for those that are longer than it can read."""
+    """The lengths [B] that a source gets: 1 for sequences that are longer than it can read."""
     limit = _limit_within(source, tokens)
     return lengths if limit is None else torch.where(lengths > limit, 1, lengths)
 
 
 def _limit_within(source: DraftSource, tokens: Tensor) -> int | None:
-    """The most tokens that a source can read, if there is room for more."""
+    """The source's `max_length` if tokens [B, W] have room for more, otherwise None."""
     limit = source.max_length
     return None if limit is None or tokens.shape[1] <= limit else limit
 
@@ -171,8 +171,8 @@ def proposal_of(
     seeds: Tensor,
     vocab_size: int,
 ) -> Draft:
-    """Ask a source for drafts as far as it can read each text; behind them comes padding, whose place depends on the
-    text's length alone."""
+    """Ask a source for drafts. Drafts beyond its `max_length` become padding, which depends on the sequence's length
+    alone."""
     if source is None or num_draft_tokens == 0:
         return Draft(tokens[:, :0])
     arguments = tokens, readable_lengths(source, tokens, lengths), num_draft_tokens, sampling, seeds
@@ -187,8 +187,8 @@ def proposal_of(
 def _checked_proposal(
     source: DraftSource, vocab_size: int, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any
 ) -> Draft:
-    """The proposal of a user's class, checked: an error would otherwise show far from its cause, or as wrong text.
-    Writing into the text is an error in eager steps on a CPU, where looking costs nothing."""
+    """Call a user's `propose` and check the result, because an error would otherwise surface far from its cause, or as
+    wrong output. Eager steps on a CPU also check that `tokens` and `lengths` did not change."""
     text, ends, name = tokens.clone(), lengths.clone(), f"{type(source).__name__}.propose"
     draft = source.propose(text, ends, num_draft_tokens, *others)
     if not isinstance(draft, Draft):

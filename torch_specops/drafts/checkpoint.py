@@ -1,5 +1,4 @@
-"""Files of a checkpoint: config.json and *.safetensors, and nothing else: no pickles and no code. And networks that are
-filled with the weights."""
+"""Reads checkpoints (config.json and *.safetensors; no pickles and no code) and loads their weights into networks."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
-    """The folder itself, or a repository's on the Hugging Face hub, fetched if need be.
+    """The folder itself, or the folder of a Hugging Face hub repository, downloaded if necessary.
 
     Raises:
-        ValueError: there is neither, or it cannot be fetched.
+        ValueError: neither exists, or the download fails.
     """
     folder = Path(folder_or_id)
     if folder.is_dir():
@@ -32,13 +31,13 @@ def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
-    # Offline, refused, unknown: each is an error of its own there.
+    # huggingface_hub raises another exception for each cause: offline, refused, unknown.
     except Exception as error:
         raise ValueError(f"draft: cannot fetch {name!r}: {str(error).strip().splitlines()[0]}") from error
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """The content of config.json; a ValueError if there is none, or no JSON."""
+    """The content of config.json; a ValueError if it is missing or is not JSON."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"draft: expected config.json in {folder}, found none")
@@ -49,7 +48,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """The weights in a folder by name, each of which a call reads; a ValueError if no file can be read."""
+    """For each weight in a folder, by name, a function that reads it; a ValueError if no file can be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
@@ -84,8 +83,8 @@ def filled(
     dtype: torch.dtype,
     wide: Iterable[str] = (),
 ) -> Network:
-    """The network, which was made on the meta device, with the weights from `source` in this dtype, or in float32 if
-    their name has a part of `wide`.
+    """Load the weights from `source` into a network on the meta device, in this dtype, or in float32 if the weight's
+    name contains an entry of `wide`.
 
     Raises:
         ValueError: a weight that is missing, unknown, of another shape or quantised, by name.

@@ -17,13 +17,13 @@ from .layers import Attention
 class DFlash(PublishedDraft):
     """Drafts a block in one forward of a small network that reads the hidden states of the target.
 
-    Keys and values of the text come from features alone. The block is the newest token and `block_size` - 1 masks,
-    which see the text and each other; embeddings and head are the target's. Its keys and values are overwritten once
-    the tokens in their places are known. The whole block is read whatever K is, and its first K tokens are the drafts:
-    at each place the likeliest token, at any temperature.
+    Keys and values of the sequence are computed from features alone. The block is the newest token and `block_size` - 1
+    masks, which attend to the sequence and to each other; embeddings and head are the target's. The block's keys and
+    values are overwritten once its tokens are known. The forward always reads the whole block, and its first K masks
+    give the drafts: the most likely token at each, at any temperature.
 
-    `from_pretrained` reads drafters as z-lab publishes them (`architectures: ["DFlashDraftModel"]`), and as in
-    transformers (`MuseGlimmerAssistantModel`).
+    `from_pretrained` reads drafters in z-lab's layout (`architectures: ["DFlashDraftModel"]`) and in transformers'
+    (`MuseGlimmerAssistantModel`).
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -47,7 +47,7 @@ class DFlash(PublishedDraft):
         self.default_draft_tokens = self.max_draft_tokens = head.config.block_size - 1
         self.feature_layers = head.config.feature_layers
         self._num_caches = len(head.config.sees)
-        # The block of the longest text ends behind it.
+        # Room for a block after the longest sequence.
         self._num_behind = head.config.block_size
 
     def bind(self, target: LanguageModel) -> None:
@@ -65,7 +65,7 @@ class DFlash(PublishedDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """K tokens [B, K], the likeliest of each place after processors."""
+        """K tokens [B, K], the most likely at each position after processors."""
         ends, positions = lengths.unsqueeze(1), self._new_positions(lengths)
         piece = self._piece(self._logits, num_draft_tokens, positions.shape[1])
         logits = piece(tokens, ends, positions, num_draft_tokens)
@@ -78,7 +78,7 @@ class DFlash(PublishedDraft):
         return Draft(text.gather(1, ends + torch.arange(num_draft_tokens, device=text.device)))
 
     def _logits(self, tokens: Tensor, ends: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
-        """The logits [B, K, V] of the first places of the block, after the features at positions [B, n] are read."""
+        """Read the features at positions [B, n]; return the logits [B, K, V] of the block's first K masks."""
         config, target = self.head.config, self._target
         self._read_text(tokens, ends, positions)
         block = F.pad(tokens.gather(1, ends - 1), (0, config.block_size - 1), value=config.mask_token_id)
@@ -90,7 +90,7 @@ class DFlash(PublishedDraft):
         return logits if config.softcap is None else torch.tanh(logits / config.softcap) * config.softcap
 
     def _layer_attention(self, index: int, places: Tensor) -> Attention:
-        """The attention of a layer over the text and the block at places [B, n]."""
+        """The attention of a layer over the sequence and the block at positions `places` [B, n]."""
         before, after = self.head.config.sees[index]
         first = torch.zeros_like(places) if before is None else (places - before).clamp(min=0)
         last = places[:, -1:].expand_as(places)

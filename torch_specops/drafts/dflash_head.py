@@ -1,8 +1,9 @@
-"""The network of a DFlash drafter (Chen et al. 2026, arXiv:2602.06036), and published drafters in two layouts.
+"""The network of a DFlash drafter (Chen et al. 2026, arXiv:2602.06036), and a reader of two published layouts.
 
-z-lab's layout and transformers' Muse Glimmer assistant differ in the names of two weights, in where the config
-has its fields, and in windows of w tokens. In z-lab's a token sees itself and w - 1 before it, and w - 1 after it if
-`is_causal` is False; in Muse's, w on each side.
+z-lab's layout and transformers' Muse Glimmer assistant differ in the names of two weights, in the place of the config's
+fields, and in a window of w tokens. In z-lab's, a token attends to itself, to w - 1 tokens before it, and to w - 1
+after it if `is_causal` is False. In Muse's, it attends to w tokens before it, and to w after it unless `is_causal` is
+True.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcappin
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayerConfig):
-    """The sizes of a drafter, and the points in which drafters differ.
+    """The sizes of a drafter, and the options in which drafters differ.
 
     Args:
-        block_size: the newest token of the text, and the masks behind it.
+        block_size: the tokens of a block: the newest token and the masks after it.
         mask_token_id: the target's token that stands for a mask.
         feature_layers: the target's layers whose inputs are the features.
-        sees: for each layer, how many tokens before and after itself a token sees, up to the block's end; None = all.
+        sees: for each layer, how many tokens before and after itself a token attends to, up to the block's end; None =
+            all.
         vocab_size, num_target_layers: the target's; None = not known.
-        embedding_scale: a factor of the target's embeddings.
+        embedding_scale: multiplies the target's embeddings.
         output_multiplier, softcap: the logits are softcap * tanh(output_multiplier * head / softcap); None = no cap.
     """
 
@@ -64,7 +66,7 @@ class DFlashConfig(LayerConfig):
 
 
 class DFlashHead(nn.Module):
-    """Reads features of the text and embeddings of a block. Parameters are named as by z-lab."""
+    """Reads features of the sequence and embeddings of a block. Parameters have z-lab's names."""
 
     frequencies: Tensor
 
@@ -86,7 +88,7 @@ class DFlashHead(nn.Module):
         return (attention.keys_values(read, cos, sin) for attention in attentions)
 
     def forward(self, embedded: Tensor, positions: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """What the target's head reads [B, n, H], given embeddings [B, n, H] of a block at positions [B, n]."""
+        """The input [B, n, H] of the target's head, from embeddings [B, n, H] of a block at positions [B, n]."""
         hidden, (cos, sin) = embedded, rotation(positions, self.frequencies, embedded)
         layers: Any = self.layers
         for layer, attention in zip(layers, attentions, strict=True):
@@ -95,9 +97,9 @@ class DFlashHead(nn.Module):
 
 
 def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
-    """The drafter in a folder, in a repository of the hub, or in a model of transformers, with the errors of
+    """Read a drafter from a folder, a hub repository or a transformers model. Raises the errors of
     `DFlash.from_pretrained`."""
-    # Of a model that `torch.compile` has made.
+    # Unwrap the result of `torch.compile`.
     model: Any = getattr(source, "_orig_mod", source)
     if not isinstance(model, nn.Module):
         folder = checkpoint_folder(model)
@@ -125,7 +127,8 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
             "speculators library compute otherwise, and are not read"
         )
     own = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", FIELDS)
-    # Layers are counted by their outputs; where vLLM looks first, by their inputs.
+    # `target_layer_ids` counts layer outputs; `eagle_aux_hidden_state_layer_ids`, which vLLM reads first, counts
+    # inputs.
     feature_layers = [each + 1 for each in layer_ids(own, "target_layer_ids")]
     check_known(
         ("model_type", raw.get("model_type"), ("qwen3", MUSE)),

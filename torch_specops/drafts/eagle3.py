@@ -18,12 +18,12 @@ class Eagle3(PublishedDraft, SequentialDraft):
     """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
 
     Pair i is the feature of token i (the inputs of three of the target's layers) and the embedding of token i + 1; from
-    it the head predicts token i + 2. The first forward of a step reads the pairs of all tokens that the target has
-    read since; their keys and values replace those that were made for drafts. Every further draft costs a forward of
-    one layer over one token, with the layer's own output as the feature.
+    it the head predicts token i + 2. The first forward of a step reads the pairs of all tokens that the target has read
+    since the last step; their keys and values overwrite those of drafts. Every further draft costs a forward of one
+    layer over one token, with the layer's output as the feature.
 
-    The head may have fewer tokens than the target. The others get the logit -inf and are never proposed, and since
-    these logits are verified, the target's distribution is kept.
+    The head may have fewer tokens than the target. Tokens that it lacks get the logit -inf and are never proposed.
+    Verification uses these logits, so the target's distribution is kept.
 
     `from_pretrained` reads heads as EAGLE and SpecForge save them (`architectures: ["LlamaForCausalLMEagle3"]`), and as
     the speculators library does (`speculators_model_type: "eagle3"`).
@@ -72,20 +72,20 @@ class Eagle3(PublishedDraft, SequentialDraft):
     ) -> tuple[Tensor, Tensor | None]:
         """The logits, and the head's output [B, 1, H] that gave them."""
         if output is None:
-            # Its strides match the outputs that follow, so that the same graph reads it.
+            # Contiguous like later outputs, so that the same graph reads it.
             output = self._read_text(tokens, ends, positions)[:, -1:].contiguous()
         else:
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
 
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The head's output [A, n, H] at pairs [A, n]. A text of one token has no pair; that token with a feature of
-        zeros is read instead."""
+        """The head's output [A, n, H] at pairs [A, n]. A sequence of one token has no pair: that token is read with a
+        feature of zeros."""
         following = tokens.gather(1, torch.minimum(positions + 1, ends - 1))
         return self._read(self.head.fuse(self._features(ends, positions, rows)), following, positions, rows)
 
     def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The head's output [A, n, H] where `hidden` stands for the feature, and tokens [A, n] follow."""
+        """The head's output [A, n, H] from the features `hidden` [A, n, H] and the tokens [A, n] after them."""
         window = None if self.head.config.window is None else Window(self.head.config.window)
         attention = self._attention(self._caches[0], spans_of(positions, window), positions, rows)
         embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens

@@ -1,12 +1,12 @@
-"""Published EAGLE-3 heads: their configs and weights in two formats, read from safetensors alone.
+"""Reads published EAGLE-3 heads, configs and safetensors, in two formats.
 
 The formats differ in three points:
 
 - EAGLE and SpecForge call the layer "midlayer", speculators "layers.0".
-- Layer ids in `eagle_config` count the layers whose outputs are the features (SpecForge, SGLang, TensorRT-LLM). Beside
-  it, in both formats, they count the layers whose inputs they are (vLLM), 1 more.
-- speculators has the sizes of the layer in `transformer_layer_config`, EAGLE among the other fields. In EAGLE's format
-  the head's fields are also read from `eagle_config`.
+- Layer ids inside `eagle_config` name the layers whose outputs are the features (SpecForge, SGLang, TensorRT-LLM).
+  Outside it, in both formats, they name the layers whose inputs are the features (vLLM): 1 more.
+- speculators has the layer's sizes in `transformer_layer_config`, EAGLE at the top level. In EAGLE's format the head's
+  fields are also read from `eagle_config`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .eagle3_head import Eagle3Config, Eagle3Head
 from .layers import check_known, is_set, joined, layer_ids, layer_kinds, layer_sizes, rope_frequencies, size_of
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Values, None = not given, of heads that compute what `Eagle3Head` does.
+# The values that `Eagle3Head` supports; None = not given.
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (None, True)),
     **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn", "parallel_drafting"), (None, False)),
@@ -33,17 +33,17 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "parallel_draft_heads_num_layers": (None, 0, 1),
     "logit_scale": (None, 1),
     "is_causal": (None, True),
-    # DeepSpec's name for the layers, which vLLM reads after the others.
+    # DeepSpec's name for the feature layers, which vLLM reads last.
     "target_layer_ids": (None,),
 }
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm")
 FIELDS = {*ONLY, *SWITCHES, LAYER_IDS, "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size"}
-# Copies of the target's weights, for training alone.
+# Copies of the target's weights that only training needs.
 NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
-    """The head in a folder, or in a repository of the hub, with the errors of `Eagle3.from_pretrained`."""
+    """Read a head from a folder or a hub repository. Raises the errors of `Eagle3.from_pretrained`."""
     folder = checkpoint_folder(folder_or_id)
     config = read_config(read_json(folder))
     weights = _own_names({name: read() for name, read in open_weights(folder).items()})
@@ -88,8 +88,8 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         norm_before_residual=is_set(own, "norm_before_residual"),
         norm_before_fc=is_set(own, "norm_before_fc"),
         fc_norm=is_set(own, "fc_norm"),
-        # As vLLM, SGLang and TensorRT-LLM read it, whatever `fc_norm` is. SpecForge between its pull requests 568 and
-        # 879 fed back the output before the norm with True too; nothing in a file tells these heads from others.
+        # As in vLLM, SGLang and TensorRT-LLM, whatever `fc_norm` is. Between its pull requests 568 and 879, SpecForge
+        # fed back the output before the norm even with True; nothing in a file identifies these heads.
         norm_before_feedback=is_set(own, "norm_output") or is_set(own, "return_hidden_post_norm"),
     )
 
@@ -103,7 +103,7 @@ def _speculators_parts(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[
 
 
 def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The head's fields, with layers counted by their inputs."""
+    """The head's fields, with layer ids that name layers by their inputs."""
     own = joined({}, raw.get("eagle_config"), "eagle_config", FIELDS)
     if LAYER_IDS in own:
         outputs, inputs = own[LAYER_IDS], [each + 1 for each in layer_ids(own, LAYER_IDS, least=-1)]
@@ -117,7 +117,7 @@ def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of `Eagle3Head`, d2t and t2d."""
+    """Rename the weights to the names in `Eagle3Head`, and keep d2t and t2d."""
     own: dict[str, Tensor] = {}
     for name, weight in weights.items():
         name = re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
@@ -128,7 +128,7 @@ def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _take_frequencies(weights: dict[str, Tensor], own: Tensor) -> None:
-    """Take out the rotary frequencies, which old files have too. They must be the config's, but for their rounding."""
+    """Remove the rotary frequencies that old files contain. They must equal the config's, up to rounding."""
     for name in [each for each in weights if each.endswith("rotary_emb.inv_freq")]:
         saved = weights.pop(name).to(own)
         if saved.shape != own.shape or not torch.allclose(saved, own, rtol=0.01):
@@ -136,8 +136,8 @@ def _take_frequencies(weights: dict[str, Tensor], own: Tensor) -> None:
 
 
 def _draft_of_target(config: Eagle3Config, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
-    """[V] int64: maps each target token to the head's token, or -1. Token i of the head is i + offsets[i] (d2t), and
-    these are the tokens of `is_drafted` [V] (t2d)."""
+    """[V] int64: maps each target token to the head's token, or -1. Token i of the head is the target's token i +
+    offsets[i] (d2t); `is_drafted` [V] (t2d) must mark the same tokens."""
     count, vocab_size = config.draft_vocab_size, config.vocab_size
     if offsets is None:
         if count != vocab_size:
@@ -148,7 +148,7 @@ def _draft_of_target(config: Eagle3Config, offsets: Tensor | None, is_drafted: T
     index = torch.arange(count, device=offsets.device)
     tokens = index + offsets.long()
     is_map = int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size and len(tokens.unique()) == count
-    # A head with all tokens has them in the target's order.
+    # A head with all tokens must have them in the target's order, because `Eagle3Head.target_logits` assumes it.
     if not is_map or (count == vocab_size and bool((offsets != 0).any())):
         raise ValueError(
             f"draft: expected d2t to lead to {count} different tokens in [0, {vocab_size}), in order if all"

@@ -21,10 +21,10 @@ class Eagle3Config(LayerConfig):
         feature_layers: the target's layers whose inputs are the features; None = 2, L // 2 and L - 3 of L layers.
         window: tokens that a token attends to; None = all before it.
         norm_before_residual: the residual branch starts from the normalised feature.
-        norm_before_fc: the features go through one norm together.
-        fc_norm: the features of each layer go through a norm of their own.
-        norm_before_feedback: the last norm, which is before the logits, also applies to the output that is fed back as
-            the next feature.
+        norm_before_fc: one norm is applied to the features of all layers together.
+        fc_norm: a separate norm is applied to the features of each layer.
+        norm_before_feedback: the norm before the logits also applies to the output that is fed back as the next
+            feature.
     """
 
     vocab_size: int
@@ -48,11 +48,11 @@ class Eagle3Head(nn.Module):
     Parameters are named as in published heads.
 
     Args:
-        has_embedding: True = it has embeddings of its own; False = it is given the target's.
+        has_embedding: True = the head has its own embeddings; False = it uses the target's.
 
     Attributes:
-        draft_of_target: [V] int64, the head's logit of each of the target's tokens, -1 = none; all of them in order
-            unless set.
+        draft_of_target: [V] int64, the index of each target token's logit in the head, -1 = none; the identity unless
+            set.
     """
 
     draft_of_target: Tensor
@@ -86,11 +86,11 @@ class Eagle3Head(nn.Module):
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The layer's output [B, n, H] at positions i [B, n], from the `fuse` or `feedback` of token i and the
-        embedding of token i + 1, both [B, n, H]. `attention` attends to the pairs up to each."""
+        embedding of token i + 1, both [B, n, H]. `attention` attends to the pairs up to each position."""
         return self.midlayer(hidden, embedded, *rotation(positions, self.frequencies, hidden), attention)
 
     def feedback(self, output: Tensor) -> Tensor:
-        """The feature of a draft: the layer's output [B, n, H] at the pair that it was drawn from."""
+        """The feature of a draft, from the layer's output [B, n, H] at the pair that it was drawn from."""
         return self.norm(output) if self.config.norm_before_feedback else output
 
     def logits(self, output: Tensor) -> Tensor:
@@ -98,7 +98,8 @@ class Eagle3Head(nn.Module):
         return self.lm_head(self.norm(output))
 
     def target_logits(self, output: Tensor) -> Tensor:
-        """[B, n, V] in float32 or less: the same, -inf for tokens that the head does not have."""
+        """[B, n, V], the logits of the target's tokens, -inf for tokens that the head lacks; float64 becomes
+        float32."""
         logits = self.logits(output)
         logits = logits.float() if logits.dtype == torch.float64 else logits
         if self.config.draft_vocab_size == self.config.vocab_size:
@@ -109,7 +110,7 @@ class Eagle3Head(nn.Module):
 
 class _Layer(DecoderLayer):
     def __init__(self, config: Eagle3Config) -> None:
-        # It reads an embedding and a feature.
+        # The attention reads an embedding and a feature side by side.
         super().__init__(config, 2 * config.hidden_size)
         self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = Norm(config.hidden_size, config.norm_eps)

@@ -1,4 +1,4 @@
-"""Early exit: the target's own first layers as the draft."""
+"""Early exit: the target's first layers as the draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EarlyExit(ModelDraft):
     rarely agree with the whole model.
 
     Args:
-        num_layers: the number of the target's layers that run, >= 1; of an encoder-decoder model, decoder layers.
+        num_layers: how many of the target's layers run, >= 1; in an encoder-decoder model, decoder layers.
 
     Raises:
         TypeError: `num_layers` is not an int; from `bind`, a target without `first_layers`.
@@ -34,7 +34,7 @@ class EarlyExit(ModelDraft):
         tensor([11])
     """
 
-    # The target's.
+    # None = the target's, which is not known before `bind`.
     vocab_size = device = None
 
     def __init__(self, num_layers: int) -> None:

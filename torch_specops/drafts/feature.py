@@ -1,4 +1,4 @@
-"""What drafts share that read the target's hidden states."""
+"""Base classes of drafts that read the target's hidden states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Own = TypeVar("Own", bound="PublishedDraft")
 
 
 def check_target(sizes: Mapping[str, tuple[Any, Any]], feature_layers: Iterable[int] = (), last_layer: int = 0) -> None:
-    """Refuse a head whose sizes, None = not known, are not the target's, or that reads layers beyond the last."""
+    """Raise if a head's sizes (None = not known) are not the target's, or if it reads layers beyond the last."""
     for name, (own, expected) in sizes.items():
         if own not in (None, expected):
             raise ValueError(f"draft: the head is for another target: {name} {own}, the target has {expected}")
@@ -33,21 +33,21 @@ def check_target(sizes: Mapping[str, tuple[Any, Any]], feature_layers: Iterable[
 
 
 class FeatureDraft(SampledDraft):
-    """A source with a network that reads features: what layers of the target read of each token.
+    """A source with a network that reads features: the inputs of some of the target's layers at each token.
 
-    In a text of N tokens, the features of positions 0 to N - 2 are known, because the target reads the newest token
-    after the drafts. `start` and `restart` read all of a prompt's but the last. A step reads the new features,
-    and overwrites what was read for drafts.
+    In a sequence of N tokens, the features of positions 0 to N - 2 are known, because the target reads the newest token
+    after drafting. `start` and `restart` read all known features of a prompt but the last. A step reads the new
+    features and overwrites the cache entries of drafts.
     """
 
-    # How many positions a step reads again, besides those that are new.
+    # How many positions a step reads again, besides the new ones.
     num_reread = 0
     head: Any
-    # A decoder binds its draft before every start.
+    # `bind` sets it before every `start`.
     _target: FeatureModel
-    # The keys and values of the network's layers, once there are any.
+    # The keys and values of the network's layers, from the first `start` on.
     _caches: Sequence[RaggedKeyValues] = ()
-    # [B] the positions that each row had read at the last look. Only steps on a CPU look.
+    # [B], how many positions of each row are read; used by eager steps on a CPU only.
     _num_read: Tensor
     _most_drafts = 0
     _of_calls: ClassVar[Sequence[str]] = ("_target", "_caches", "_num_read", "_most_drafts")
@@ -90,17 +90,17 @@ class FeatureDraft(SampledDraft):
         return [*self.head.parameters(), *self.head.buffers(), *caches]
 
     def _is_eager_cpu(self, lengths: Tensor) -> bool:
-        """True = a step looks at its lengths, to read no more than it has to."""
+        """True = a step looks at the values of `lengths`, and reads only what is new."""
         return self._shape is None and is_eager_cpu(lengths)
 
     def _width(self, positions: Tensor, capacity: int) -> int:
-        """How many slots of a cache may hold what tokens at these positions see."""
+        """The number of slots of a cache that tokens at these positions may attend to."""
         return int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
 
     def _new_positions(self, lengths: Tensor, num_steps: int = 0) -> Tensor:
-        """[B, n] the newest positions with features, among them all since the last call; n is constant if the step
-        cannot look at its lengths: enough for `num_steps` steps without drafts and a step that accepted all drafts.
-        Position 0 stands for any before it, also in a text of one token."""
+        """[B, n], the newest positions with features, including all since the last call. If the step cannot look at its
+        lengths, n is constant: enough for `num_steps` steps without drafts and a step that accepted all drafts.
+        Positions before the first become 0, also in a sequence of one token."""
         # A step may have fewer drafts than the step before.
         count = num_steps + self._most_drafts + 1
         if self._is_eager_cpu(lengths):
@@ -110,27 +110,28 @@ class FeatureDraft(SampledDraft):
         return (lengths.unsqueeze(1) - 1 + index).clamp(min=0)
 
     def _features(self, ends: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """[A, n, F * H] at positions [A, n] of the rows `rows` [A], None = all, whose texts are `ends` [A, 1] long. The
-        target may not have read a text of one token: zeros."""
+        """The features [A, n, F * H] at positions [A, n] of `rows` [A] (None = all), whose lengths are `ends` [A, 1].
+        They are zeros for a sequence of one token, which the target may not have read."""
         rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         features = self._target.features[rows.unsqueeze(1), positions].to(self._weight.dtype)
         return torch.where(ends.unsqueeze(2) > 1, features, 0.0)
 
     @abstractmethod
     def _start_caches(self, batch: int, capacity: int) -> None:
-        """Make room for `batch` texts of `capacity` tokens, and forget what was read; in the same memory if it fits."""
+        """Make room for `batch` sequences of `capacity` tokens and forget earlier ones; reuses the memory if it
+        fits."""
 
     @abstractmethod
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> object:
-        """Read positions [A, n] of the texts [A, W] of the rows `rows` [A], None = all, which are `ends` [A, 1] long.
-        Those at or after `ends` - 1 are padding."""
+        """Read positions [A, n] in the sequences `tokens` [A, W] of `rows` [A] (None = all), whose lengths are `ends`
+        [A, 1]. Positions at or after `ends` - 1 are padding."""
 
 
 class PublishedDraft(FeatureDraft):
-    """A source whose network has a folder of its own, and layers of `layers`."""
+    """A source whose network is published as a separate checkpoint, with layers of `layers.py`."""
 
     _read_head: ClassVar[Callable[..., Any]]
-    # Its layers, and how many slots behind the longest text their caches have.
+    # The number of its layers, and how many extra slots their caches have after the longest sequence.
     _num_caches, _num_behind = 1, 0
 
     @classmethod
@@ -141,13 +142,13 @@ class PublishedDraft(FeatureDraft):
         *,
         dtype: torch.dtype | None = None,
     ) -> Own:
-        """A published head, in the layouts that the class names.
+        """Read a published head, in the layouts that the class names.
 
         Args:
             folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
                 (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code. A DFlash drafter may also
                 be a model of transformers, whose weights are shared where device and dtype allow it.
-            target: the model that it was trained for, on the device where the head is to be.
+            target: the model that it was trained for; the head is loaded to its device.
             dtype: of the head; None = the target's.
 
         Raises:
@@ -171,8 +172,8 @@ class PublishedDraft(FeatureDraft):
     def _attention(
         self, cache: RaggedKeyValues, spans: Tensor, positions: Tensor, rows: Tensor | None = None
     ) -> Attention:
-        """Attention over a cache for positions [A, n] of the rows `rows` [A], None = all. It writes keys and values
-        there. Each token sees the slots of its span [A, n, 2]."""
+        """Attention over a cache for positions [A, n] of `rows` [A] (None = all). It first writes their keys and
+        values. Each token attends to the slots of its span [A, n, 2]."""
         capacity = cache.keys.shape[2]
         width = self._width(positions, capacity)
         by_spans = spans_serve(positions, capacity, cache.keys.dtype)
@@ -182,7 +183,7 @@ class PublishedDraft(FeatureDraft):
             seen = ((slots >= spans[..., :1]) & (slots <= spans[..., 1:])).unsqueeze(1)
 
         def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # Under autocast they may differ: a norm or a residual branch is computed in float32.
+            # Under autocast their dtypes may differ: a norm or a residual branch is computed in float32.
             queries, keys, values = (each.to(cache.keys.dtype) for each in (queries, keys, values))
             cache.write(keys, values, positions, rows)
             read = attend if by_spans else attend_masked

@@ -22,22 +22,21 @@ from .model import ModelDraft, as_draft_source
 class HierarchicalDraft(ModelDraft):
     """Drafts with a model whose tokens are themselves drafted and verified (Leviathan et al. 2023, section 6).
 
-    Each forward of the draft model reads what the inner source proposes, keeps what `verify_exact` accepts, and adds
-    one token, so that K drafts take fewer forwards. The tokens kept have exactly the draft model's distribution q, and
+    Each forward of the draft model reads the inner source's drafts, keeps those that `verify_exact` accepts, and adds
+    one token, so that K drafts take fewer forwards. The kept tokens have exactly the draft model's distribution q, and
     `Draft.logits` are q's logits, so the target's distribution is kept. Positions not filled after `num_forwards`
     forwards are padding. Padding is safe here because its place depends on earlier positions only (docs/math.md,
     section 6).
 
-    An inner source that samples gets seeds of its own for every forward, so that it never uses a random number that
-    anything else uses; `verify_exact` then compares its own q with the draft model's.
+    An inner source that samples gets separate seeds for every forward, so that it shares no random number with anything
+    else. `verify_exact` then verifies its q against the draft model's.
 
-    With `verify="gumbel"` all three share the noise of the target: `verify_gumbel` keeps inner drafts, seeds are the
-    row's own, and no logits are returned.
+    With `verify="gumbel"` target, draft model and inner source share the target's noise: `verify_gumbel` verifies inner
+    drafts with the row's seeds, and no logits are returned.
 
     Args:
         model: the draft model, as in `ModelDraft`.
-        inner: where its drafts come from, as a decoder takes a draft: a source or a smaller model; None =
-            `PromptLookup()`.
+        inner: its draft, a source or a smaller model; None = `PromptLookup()`.
         num_inner_tokens: inner drafts per forward, >= 1.
         num_forwards: the most forwards of the draft model per step, >= 1. An eager loop on a CPU stops as soon as all
             rows have K drafts.
@@ -88,9 +87,9 @@ class HierarchicalDraft(ModelDraft):
         self.inner.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
-        # A row that has all of its drafts goes on by inner drafts, and a repeated step begins before the newest token.
+        # A row that has K drafts still reads inner drafts after them, and a step begins one token before the newest.
         super().expect(num_draft_tokens + self.num_inner_tokens + 1)
-        # It catches up with a token, and its text grows by the drafts of the step.
+        # It also catches up by one token, and its sequence grows by the drafts of the step.
         self.inner.expect(num_draft_tokens + self.num_inner_tokens + 2)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -109,7 +108,7 @@ class HierarchicalDraft(ModelDraft):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         super().catch_up(tokens, lengths, num_steps)
-        # One token more, as in `propose`.
+        # One more token, as in `propose`.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), num_steps + 1)
 
     @property
@@ -125,13 +124,13 @@ class HierarchicalDraft(ModelDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Up to K tokens [B, K], then -1; unless they share the target's noise, with the logits [B, K, V] of the draft
-        model."""
+        """Up to K tokens [B, K], then -1, with the draft model's logits [B, K, V] unless drafts share the target's
+        noise."""
         batch, room = tokens.shape[0], num_draft_tokens + self.num_inner_tokens + 1
-        # If the last forward accepted all inner drafts, and the target all of its drafts, then the inner source has not
-        # read the last of the former.
+        # If the last forward accepted all inner drafts and the target accepted all drafts, the inner source has not
+        # read the last inner draft.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
-        # A row that has K drafts goes on, and writes after them.
+        # A row that has K drafts keeps running and writes after them.
         text, drafts = pad(tokens, (0, room)), tokens.new_full((batch, room), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
@@ -139,7 +138,8 @@ class HierarchicalDraft(ModelDraft):
         num_unread = 2
         has_own_seeds = not (self.inner.deterministic or sampling.coupled)
         of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards
-        # Two for each position: for its acceptance test, and for the next token of a forward that ends there.
+        # Two uniforms for each position: one for its acceptance test, one for the next token of a forward that begins
+        # there.
         numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
         pairs = None if sampling.coupled else torch.stack(tuple(numbers), 1).unflatten(1, (-1, 2))
         for own_seeds in of_forwards:
@@ -156,11 +156,11 @@ class HierarchicalDraft(ModelDraft):
                 )
                 logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
                 logits = logits.scatter(1, places.unsqueeze(2).expand_as(rows), rows)
-            # After the next token comes -1, until a later forward writes there.
+            # `output` is -1 after the next token; a later forward overwrites it.
             drafts = drafts.scatter(1, places, output)
             text = text.scatter(1, lengths.unsqueeze(1) + places, output.clamp(min=0))
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
-            # Only on a CPU is this check free.
+            # This check is free only on a CPU.
             if is_eager_cpu(count) and bool((count == num_draft_tokens).all()):
                 break
         return Draft(drafts[:, :num_draft_tokens], None if logits is None else logits[:, :num_draft_tokens])
@@ -168,8 +168,9 @@ class HierarchicalDraft(ModelDraft):
     def _read(
         self, text: Tensor, ends: Tensor, num_unread: int, sampling: SamplingTensors, seeds: Tensor
     ) -> tuple[Draft, Tensor]:
-        """Inner drafts [B, w] behind texts of `ends` [B] tokens, and the model's logits [B, w + 1, V] from there on."""
-        # The same number for every K: a row's drafts do not depend on how many other rows have room for.
+        """Inner drafts [B, w] after sequences of `ends` [B] tokens, and the model's logits [B, w + 1, V] at these and
+        the next position."""
+        # The number is the same for every K, so that a row's drafts do not depend on other rows' room.
         vocab_size = self.model.vocab_size
         inner = proposal_of(self.inner, text, ends, self.num_inner_tokens, sampling, seeds, vocab_size)
         # Tokens outside the model's vocabulary are padding.
@@ -185,13 +186,13 @@ class HierarchicalDraft(ModelDraft):
         return Draft(drafts, inner.logits, inner.lse), rows
 
     def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """[B, F] int64, the seeds of an inner source that samples, in each forward."""
+        """[B, F] int64, the seeds of an inner source that samples, one for each forward."""
         return inner_seeds(seeds, lengths, self.num_forwards)
 
 
 def _at_places(pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the two numbers [B, K, 2] of each draft, what `verify_exact` takes for drafts and next token at `places`
-    [B, w + 1]: [B, w] and [B]. Behind K drafts nothing counts."""
+    """The numbers that `verify_exact` takes at `places` [B, w + 1], from the `pairs` [B, K, 2] of all positions: [B, w]
+    for the drafts, [B] for the next token. Places after K drafts are not used."""
     places = places.clamp(max=pairs.shape[1] - 1)
     accept, sample = pairs[..., 0].gather(1, places[:, :-1]), pairs[..., 1].gather(1, places[:, :1])
     return accept.contiguous(), sample.squeeze(1)

@@ -1,4 +1,4 @@
-"""What the networks of EAGLE-3 and DFlash have in common: layers, and the sizes in a config."""
+"""Layers and config fields that the EAGLE-3 and DFlash networks share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerConfig:
     Args:
         rope: `rope_type` ("default", "linear" or "llama3") and the numbers that it needs.
         attention_bias, mlp_bias: True = these projections have biases.
-        normalises_queries: queries and keys of each head go through a norm, as in Qwen 3.
+        normalises_queries: queries and keys of each head are normalised, as in Qwen 3.
     """
 
     hidden_size: int
@@ -47,12 +47,12 @@ class LayerConfig:
 
 class Norm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        # Autocast leaves the input in another dtype than the weight.
+        # Under autocast the input may have another dtype than the weight.
         return super().forward(x.to(self.weight.dtype))
 
 
 class AttentionLayer(nn.Module):
-    """Projections to queries, keys and values from inputs of this width, and back."""
+    """Projections from inputs of this width to queries, keys and values, and from attention to the hidden size."""
 
     def __init__(self, config: LayerConfig, width: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer that reads inputs of this width."""
+    """A decoder layer whose attention reads inputs of this width."""
 
     def __init__(self, config: LayerConfig, width: int) -> None:
         super().__init__()
@@ -101,7 +101,8 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def add(self, residual: Tensor, read: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """The residual branch [B, n, H] behind the layer, whose attention reads normalised inputs [B, n, width]."""
+        """The residual branch [B, n, H] after the layer; its attention reads the normalised inputs `read` [B, n,
+        width]."""
         residual = residual + self.self_attn(read, cos, sin, attention)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -130,7 +131,7 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
         return frequencies
     if kind == "linear":
         return frequencies / rope["factor"]
-    # Llama 3.1 slows slow rotations down by the factor, keeps the fast, and blends in between.
+    # Llama 3.1 divides low frequencies by the factor, keeps high ones, and interpolates between them.
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -138,17 +139,18 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
 
 
 def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
-    """Refuse a value of a config that is none of the known values; each comes with its name."""
+    """Raise if a config value is not among the known values. Each of `values` is (name, value, known values)."""
     for name, value, known in values:
         if value not in known:
             raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
 
 
 def joined(raw: Mapping[str, Any], part: Any, name: str, known: Set[str]) -> dict[str, Any]:
-    """A config with the fields of its part `name`, None = it has none. A field that is None is not given.
+    """The config with the fields of its part `name` merged in; a part of None is empty. A field that is None is not
+    given.
 
     Raises:
-        ValueError: a part that is no object, has fields that are not known, or has other values than the config.
+        ValueError: a part that is not an object, has unknown fields, or contradicts the config.
     """
     if not isinstance(part, Mapping | None):
         raise ValueError(f"config: expected an object as {name}, got {part!r}")
@@ -201,7 +203,7 @@ def layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `LayerConfig` but `normalises_queries`, as transformers names them."""
+    """The fields of a `LayerConfig` except `normalises_queries`, from a config with transformers' names."""
     rope = _rope_fields(raw)
     check_known(
         ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
@@ -223,15 +225,15 @@ def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of its rotary embeddings, in either of two parts or beside them."""
+    """The rotary fields of a config: from `rope_scaling`, from `rope_parameters`, or from the top level."""
     rope: dict[str, Any] = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     for part in ("rope_scaling", "rope_parameters"):
         own = dict(raw.get(part) or {})
-        # The older name.
+        # The older name of `rope_type`.
         old = own.pop("type", None)
         kind = own.setdefault("rope_type", old)
         check_known((f"type in {part}", old, (None, kind)))
-        # Kinds that are not read have fields of their own, and `rope_frequencies` refuses the kind.
+        # Accept any field of an unsupported kind, because `rope_frequencies` refuses the kind.
         rope = joined(rope, own, part, ROPE_FIELDS if kind in (None, *ROPE_FACTORS) else own.keys())
     kind = rope.setdefault("rope_type", "default")
     for name in ROPE_FACTORS.get(kind, ()):

@@ -1,5 +1,4 @@
-"""Lookups: the text so far is the draft model, and so are the input of an encoder and earlier outputs. No weights, no
-forward."""
+"""Lookups: drafts copied from the sequence so far, an encoder's input or earlier outputs. No weights, no forward."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from ..models.base import settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
 
-# `SuffixLookup` looks for long matches only at the NUM_PLACES newest places that share most of the row's last
-# NUM_TOKENS tokens.
+# `SuffixLookup` measures matches at NUM_PLACES places only: those that share the most of the row's last NUM_TOKENS
+# tokens, the newest among equals.
 NUM_PLACES, NUM_TOKENS = 32, 3
-# `PromptLookup` counts the tokens of its match up to so many.
+# `PromptLookup` reports the length of its match up to this many tokens.
 LONGEST_MATCH = 20
 
 
 class _Lookup(DraftSource):
-    """A source that copies from the text. If the target's encoder reads tokens (`input_ids`, as T5's does), it copies
-    from these too: they stand before the text (Leviathan et al. 2023, section 3.6, copies from the context; shallow
-    aggressive decoding, Sun et al. 2021, from the input). Every text before the row's own ends with a -1, so that no
-    draft reaches beyond it."""
+    """A source that copies from the sequence. If the target's encoder reads tokens (`input_ids`, as in T5), it puts
+    these before the sequence and copies from them too (Leviathan et al. 2023, section 3.6, copies from the context;
+    shallow aggressive decoding, Sun et al. 2021, from the input). Everything before the row's sequence ends with a -1,
+    so that no draft crosses its end."""
 
     looks_up = True
     default_draft_tokens = 10
@@ -43,7 +42,7 @@ class _Lookup(DraftSource):
         self._keep(_tokens_of(inputs, tokens.device))
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Nothing to do: texts are read when drafts are wanted."""
+        """Nothing to do: `propose` reads the tokens."""
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         old = self._input
@@ -59,15 +58,15 @@ class _Lookup(DraftSource):
 
     def _keep(self, new: Tensor | None) -> None:
         old = self._input
-        # A CUDA graph reads the old memory.
+        # Keep the memory, because a CUDA graph reads it.
         if old is not None and new is not None and old.shape == new.shape and old.device == new.device:
             new = old.copy_(new)
-        # Not by assignment, because `PromptLookup` is frozen for its users.
+        # `PromptLookup` is a frozen dataclass, so an assignment would raise.
         vars(self)["_input"] = new
 
     def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
-        """[B, N] other texts and then each row's own; [B, 1] the index of each row's last token; the index of its
-        first."""
+        """Returns tokens [B, N] (`before`, the encoder's, then each row's sequence), the index [B, 1] of each row's
+        last token, and the index of its first."""
         if self._input is not None and len(self._input) != len(tokens):
             raise RuntimeError(
                 f"draft: another decoder has used this {type(self).__name__} since, for {len(self._input)} rows; "
@@ -81,12 +80,12 @@ class _Lookup(DraftSource):
 
 @dataclass(frozen=True)
 class PromptLookup(_Lookup):
-    """Finds the last tokens of a sequence earlier in it, and proposes what followed them there.
+    """Finds an earlier occurrence of a sequence's last tokens, and proposes the tokens that followed it.
 
-    The longest match of max_ngram..min_ngram tokens wins, and among equals the earliest. Drafts are deterministic:
-    `Draft.logits` is None. If the target's encoder reads tokens (T5), they count as text before the sequence, so that
-    copying tasks are drafted from their input. `PromptLookup(2, 1, repeat=False)` drafts as transformers' prompt lookup
-    does by default, which does not look into that input.
+    The longest match of min_ngram..max_ngram tokens wins, the earliest among equals. Drafts are deterministic:
+    `Draft.logits` is None. If the target's encoder reads tokens (T5), they are searched too, so that copying tasks are
+    drafted from their input. `PromptLookup(2, 1, repeat=False)` drafts like transformers' prompt lookup with its
+    defaults, except that transformers does not search the encoder's tokens.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
@@ -123,22 +122,23 @@ class PromptLookup(_Lookup):
         ahead = torch.arange(num_draft_tokens, device=text.device)
         found = (best >= 0) & (self.repeat | (ahead < last - end))
         drafts = torch.where(found, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
-        # Only a host that waits for the drafts goes by it.
+        # Only eager steps on a CPU use the match lengths.
         matches = _shared(text, last, end, own, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
         return Draft(drafts, matches=matches)
 
 
 class SuffixLookup(_Lookup):
-    """Finds the longest end of a sequence earlier in it, or in finished sequences, and proposes what followed there.
+    """Finds the longest suffix of a sequence that occurs earlier in it or in finished sequences, and proposes what
+    followed.
 
     Unlike `PromptLookup`, it remembers finished sequences, looks for long matches, lets all places where the longest
     match occurs vote for the next token, and proposes tokens only while they are likely enough (suffix decoding, Oliaro
     et al. 2024). After a match of m tokens, a token's probability is estimated as m / (m + 1) times its share of the
-    votes of the places that agree with the drafts so far. Drafts are deterministic: they have no logits. Like
-    `PromptLookup`, it also looks into the tokens that the target's encoder reads.
+    votes of the places that agree with the drafts so far. Drafts are deterministic: `Draft.logits` is None. Like
+    `PromptLookup`, it also searches the tokens that the target's encoder reads.
 
-    With `verify="exact"` the tokens of a seed depend on what is remembered, because drafts decide how random numbers
-    are used; with "gumbel", the default, they do not. `memory=0` remembers nothing; `forget` empties the memory.
+    With `verify="exact"` the output of a seed depends on the memory, because drafts decide how random numbers are used;
+    with "gumbel", the default, it does not. `memory=0` remembers nothing; `forget` empties the memory.
 
     Args:
         max_ngram: longest match looked for, >= min_ngram.
@@ -163,12 +163,12 @@ class SuffixLookup(_Lookup):
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
         memory = checks.check_int("memory", memory, 0)
-        # Texts, each followed by a -1, the newest last.
+        # Finished sequences, each followed by a -1, the newest last.
         with normal_tensors():
             self._memory = torch.full((memory,), -1, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch would share the memory of a tensor with another process, which remembers texts of its own.
+        # torch would share a tensor's memory with the other process, and both would write to it.
         return super().__getstate__() | {"_memory": self._memory.cpu().numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class SuffixLookup(_Lookup):
     ) -> Draft:
         """[B, K] tokens that followed the longest match; -1 where nothing matches or is likely enough."""
         text, last, own = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
-        end, length = self._matches(text, last, own)  # [B, C], the newest first
+        end, length = self._matches(text, last, own)  # [B, C], the newest first among equally good places
         longest = length.amax(1, keepdim=True)
         agrees = (length == longest) & (longest >= self.min_ngram)
         probability = torch.ones_like(longest, dtype=torch.float32)
@@ -207,7 +207,7 @@ class SuffixLookup(_Lookup):
             has_vote = agrees & (token >= 0)
             votes = ((token.unsqueeze(1) == token.unsqueeze(2)) & has_vote.unsqueeze(1)).sum(2) * has_vote
             most, best = votes.max(1, keepdim=True)
-            # NaN if no place agrees, which compares as not likely enough.
+            # If no place agrees, the share is NaN, and the comparison below is False.
             share = most / agrees.sum(1, keepdim=True)
             probability = probability * share * (longest + ahead) / (longest + ahead + 1)
             is_likely = (probability >= self.min_probability) & (most > 0)
@@ -217,9 +217,8 @@ class SuffixLookup(_Lookup):
         return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
 
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """[B, C] places, the newest first, and the number of tokens, read backwards, that equal those at the row's
-        end."""
-        # The places that share most of the row's last few tokens.
+        """Candidate places [B, C], and how many tokens, read backwards from each, equal those at the row's end."""
+        # The places that share the most of the row's last few tokens, the newest first among equals.
         num_equal = _match_lengths(text, last, own, min(NUM_TOKENS, self.max_ngram))
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
@@ -228,7 +227,7 @@ class SuffixLookup(_Lookup):
 
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:
-    """[B, S] int64, as `_Lookup` keeps them."""
+    """The encoder's tokens [B, S] int64 as `_Lookup` keeps them, or None."""
     inputs = inputs or {}
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if tokens is None:
@@ -259,7 +258,8 @@ def _shared(text: Tensor, last: Tensor, end: Tensor, own: int, most: int) -> Ten
 
 
 def _following(text: Tensor, last: Tensor, end: Tensor, count: int) -> Tensor:
-    """[B, C, count] the tokens behind places `end` [B, C] before the row's end; from the row's end on they repeat."""
+    """The `count` tokens [B, C, count] after places `end` [B, C]; at the row's end, they start again after the
+    place."""
     ahead = torch.arange(count, device=text.device) % (last - end).clamp(min=1).unsqueeze(2)
     source = (end.unsqueeze(2) + 1 + ahead).clamp(max=text.shape[1] - 1)
     return text.gather(1, source.flatten(1)).view_as(source)

@@ -20,7 +20,7 @@ from .base import AnyDraft, Draft, DraftSource, stacked
 
 
 class SampledDraft(DraftSource):
-    """A source that samples its drafts, and compiles pieces of its own."""
+    """A source that samples its drafts and compiles its own pieces."""
 
     deterministic = False
     compiles_itself = True
@@ -43,8 +43,8 @@ class SampledDraft(DraftSource):
     def _numbers(
         self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors
     ) -> Sequence[Tensor]:
-        """K times the numbers [B] that `SamplingTensors.draw` takes; zeros on a CPU if all rows are greedy, where
-        checking this costs nothing."""
+        """For each of K drafts, the numbers [B] that `SamplingTensors.draw` takes. They are zeros in an eager step on a
+        CPU if all rows are greedy."""
         if sampling.coupled:
             return [seeds] * num_draft_tokens
         temperature = sampling.temperature
@@ -56,13 +56,13 @@ class SampledDraft(DraftSource):
 
 class SequentialDraft(SampledDraft):
     """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over the
-    unread tokens of the text, and the forward over the previous draft."""
+    unread tokens of the sequence, and the forward over the previous draft."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """K tokens [B, K]; unless they share the target's noise, with the logits they were sampled from [B, K, V] and
-        their logsumexp [B, K]."""
+        """K tokens [B, K], with the logits [B, K, V] they were sampled from and their logsumexp [B, K] unless drafts
+        share the target's noise."""
         numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
         text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
         tokens, positions = self._unread(tokens, lengths)
@@ -90,7 +90,7 @@ class SequentialDraft(SampledDraft):
         sampling: SamplingTensors,
         text: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """What `SamplingTensors.draw` returns, and what `_forward` passes on to its next call."""
+        """The result of `SamplingTensors.draw`, and the `output` for the next call of `_forward`."""
         logits, output = self._forward(tokens, ends, positions, output)
         return *sampling.draw(logits, numbers, text, ends), output
 
@@ -102,9 +102,9 @@ class SequentialDraft(SampledDraft):
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [B, 1, V] of the next token, and what the next call gets as `output`; the first call gets None.
-        Tokens and positions come from `_unread`, and later the previous draft [B, 1] and its position. `ends` [B, 1]
-        is the length of the text with the previous drafts."""
+        """The logits [B, 1, V] of the next token, and the `output` for the next call; the first call gets None. Tokens
+        and positions come from `_unread` in the first call; later they are the previous draft [B, 1] and its position.
+        `ends` [B, 1] is the sequence's length, previous drafts included."""
 
 
 class ModelDraft(SequentialDraft):
@@ -119,9 +119,9 @@ class ModelDraft(SequentialDraft):
             asked to read beyond its `max_length`.
     """
 
-    # The slots of the model's cache, if texts may have more.
+    # The slots of the model's cache if sequences may be longer than it can read, otherwise None.
     _room: int | None = None
-    # [B, 1] how much `start` and `restart` have read of each row.
+    # [B, 1], how many tokens of each row `start` and `restart` have read.
     _begun: Tensor
     _of_calls: ClassVar[Sequence[str]] = ("_room", "_begun")
 
@@ -147,9 +147,9 @@ class ModelDraft(SequentialDraft):
         return self.model.max_length
 
     def bind(self, target: LanguageModel) -> None:
-        # The draft reads the output of the target's encoder if it has the same encoder or none of its own.
+        # The draft reads the output of the target's encoder if it has the same encoder or none.
         self.model = target.share_encoder(self.model)
-        # A draft of text alone reads the placeholders of images as tokens.
+        # A text-only draft reads the placeholders of images as tokens.
         self._takes_inputs = not target.reads_images or self.model.reads_images
 
     def expect(self, num_draft_tokens: int) -> None:
@@ -172,20 +172,19 @@ class ModelDraft(SequentialDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # All unread tokens except the two newest, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
-        # A row may have got its text since. A model with states cannot go back into a prompt.
+        # A row may have been restarted since. A model with states cannot read tokens of a prompt again.
         positions = self._inside(positions).maximum(self._begun)
         self.model.forward(tokens.gather(1, positions), positions, 1)
 
     def _inside(self, positions: Tensor) -> Tensor:
-        """Positions that the model can read: a position before the text becomes its first, a position beyond what the
-        model can read the last that it can, where no draft is wanted any more."""
+        """Clamp positions to those that the model can read; drafts beyond the last are not used."""
         return positions.clamp(0, None if self._room is None else self._room - 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
 
     def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        # In a text of one token, that token is read twice at the same position.
+        # In a sequence of one token, that token is read twice at the same position.
         positions = self._inside(torch.stack([lengths - 2, lengths - 1], 1))
         return tokens.gather(1, positions), positions
 

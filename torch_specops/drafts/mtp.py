@@ -22,13 +22,14 @@ read_head: Callable[..., Any] | None = None
 class MTP(FeatureDraft):
     """Drafts with layers that were trained with the target, and share its embeddings and its head.
 
-    Pair i of layer k is a hidden state of position i (of the target after its last norm, of layer k - 1 for k > 0) and
-    the embedding of token i + 1 + k; from it the layer predicts token i + 2 + k. Every layer reads the new pairs of the
-    text, and again the last pairs of the step before, which had drafts behind them. More drafts than layers come from
-    the last layer, which reads its own output. K is the number of layers unless the decoder is told another.
+    Pair i of layer k is a hidden state at position i (the target's after its last norm for k = 0, otherwise layer k -
+    1's) and the embedding of token i + 1 + k; from it the layer predicts token i + 2 + k. In a step, every layer reads
+    the new pairs of the sequence, and rereads the last pairs of the previous step, which contained drafts. Drafts
+    beyond the number of layers come from the last layer, which then reads its own output. K is the number of layers by
+    default.
 
     Args:
-        head: what `from_pretrained` reads.
+        head: the layers, as `from_pretrained` reads them.
 
     Examples:
         >>> import pathlib, torch, transformers, torch_specops
@@ -60,15 +61,15 @@ class MTP(FeatureDraft):
         *,
         dtype: torch.dtype | None = None,
     ) -> MTP:
-        """The layers in the target's own checkpoint, which loading a model leaves out.
+        """Read the MTP layers in the target's checkpoint, which loading the model leaves out.
 
-        They are found by their names, as in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of
-        the target's layers), of Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or of MiMo (`model.mtp_layers`).
+        They are found by name: as in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of the target's
+        layers), in Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or in MiMo (`model.mtp_layers`).
 
         Args:
-            target: a transformers model, on the device where the layers are to be.
+            target: a transformers model; the layers are loaded to its device.
             folder_or_id: a folder with *.safetensors, or the id of a repository on the Hugging Face hub, of which the
-                newest revision is read; None = where the target came from. Nothing but these weights is read.
+                newest revision is read; None = where the target came from. Only these weights are read.
             dtype: of the layers; None = the target's.
 
         Raises:
@@ -93,7 +94,7 @@ class MTP(FeatureDraft):
             self._cache = self.head.new_cache(batch, capacity)
         self._cache.begin()
         self._caches = self._cache.layers
-        # Allocates. What is written here is overwritten.
+        # Allocate the caches. Later reads overwrite these entries.
         first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._read_text(first, first + 1, first)
 
@@ -107,7 +108,7 @@ class MTP(FeatureDraft):
         found = []
         for index, own in enumerate(numbers):
             if index >= depth:
-                # The last layer again, over the pair of the last draft.
+                # Run the last layer again, over the pair of the last draft.
                 hidden, positions = hidden[:, -1:].contiguous(), positions[:, -1:] + 1
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index)
             *drawn, hidden, text = read_and_draw(index, hidden, text, ends + index, positions, own, sampling)
@@ -121,8 +122,8 @@ class MTP(FeatureDraft):
     def _read_and_draw(
         self, index: int, hidden: Any, text: Tensor, ends: Tensor, positions: Tensor, numbers: Tensor, sampling: Any
     ) -> tuple[Any, ...]:
-        """Draft `index` as `SamplingTensors.draw` returns it, what is read for the next [B, n, H], and the text with
-        the draft."""
+        """Draft `index` as `SamplingTensors.draw` returns it, the hidden states [B, n, H] for the next draft, and
+        `text` with this draft."""
         last = len(self.head.layers) - 1
         raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
         logits = self._target.head(hidden[:, -1:].to(self._target.dtype))
@@ -132,7 +133,7 @@ class MTP(FeatureDraft):
         return token, *rest, raw if index >= last and self.head.layout.repeats_raw else hidden, text
 
     def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> None:
-        """Of the last pairs the tokens are not all known yet; every step reads these pairs again."""
+        """Some tokens of the last pairs are not known yet; every step reads these pairs again."""
         hidden = None
         for layer in range(len(self.head.layers)):
             _, hidden = self._read(layer, hidden, tokens, ends, positions, rows)
@@ -140,7 +141,8 @@ class MTP(FeatureDraft):
     def _read(
         self, layer: int, hidden: Any, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The output of a layer [A, n, H] at pairs [A, n], before and after its norm. `hidden` None = the target's."""
+        """The output of a layer [A, n, H] at pairs [A, n], before and after its norm. `hidden` = None reads the
+        target's features."""
         if hidden is None:
             hidden = self._features(ends, positions, rows)
         following = tokens.gather(1, torch.minimum(positions + layer + 1, ends - 1))

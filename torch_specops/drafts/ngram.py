@@ -15,10 +15,10 @@ from .base import Draft, DraftSource, stacked
 
 
 class NGram(DraftSource):
-    """Proposes what followed the last tokens of a sequence in a given text (Leviathan et al. 2023, section 3.6).
+    """Proposes tokens that followed a sequence's last tokens in a given text (Leviathan et al. 2023, section 3.6).
 
-    `NGram.from_tokens` builds the tables. An order-n table has contexts of n - 1 tokens down to none (the unigram), and
-    a proposal comes from the longest context found at the sequence's end, which includes the drafts so far.
+    `NGram.from_tokens` builds the tables. An order-n table has contexts of 0 (the unigram) to n - 1 tokens. A proposal
+    comes from the longest known context at the sequence's end, drafts so far included.
 
     Without probabilities, the proposal is the most frequent continuation (among equals the lowest token), and
     `Draft.logits` is None. With probabilities, it is drawn in proportion to the counts: the logits are log counts, and
@@ -170,7 +170,7 @@ class NGram(DraftSource):
         return torch.where(known, recent + 1, 0)
 
     def _longest_context(self, recent: Tensor) -> Tensor:
-        """[B] index of the longest context found at the row's end; the unigram, index 0, always is."""
+        """[B], the index of the longest known context at the row's end; 0, the unigram, if there is no longer one."""
         contexts = pad((recent * self._powers).cumsum(1), (1, 0))
         found = torch.searchsorted(self._contexts, contexts).clamp(max=len(self._contexts) - 1)
         return torch.where(self._contexts[found] == contexts, found, 0).amax(1)

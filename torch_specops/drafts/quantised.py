@@ -16,8 +16,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantised_copy(model: Model, weights: str = "int8", group_size: int | None = None) -> Model:
     """A copy whose Linear layers hold integer weights (torchao, weight-only): a draft that nearly always agrees.
 
-    Embeddings, norms and convolutions are not quantised. A head that is tied to the embedding is, and is then no longer
-    tied. The model itself is not changed.
+    Embeddings, norms and convolutions are not quantised. A head that is tied to the embedding is quantised and no
+    longer tied. The model itself is not changed.
 
     int8 is symmetric, on any device. int4 on CUDA uses torchao's packed kernels, which take bfloat16. On a CPU each
     int4 value takes a byte of memory. An eager CPU forward becomes no faster, because it converts the weights back.

@@ -20,9 +20,9 @@ class TokenMap(LanguageModel):
     """A `LanguageModel` with another vocabulary, mapped so that it can draft for the target.
 
     Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
-    token without a twin has the logit -inf and is never proposed. So the draft has its model's distribution,
-    restricted to tokens with a twin. These logits are what is sampled and verified, so the target's distribution is
-    kept; missing twins only lower the acceptance rate.
+    token without a twin has the logit -inf and is never proposed. So the draft has its model's distribution, restricted
+    to tokens with a twin. The same logits are sampled and verified, so the target's distribution is kept; missing twins
+    only lower the acceptance rate.
 
     Args:
         model: the draft model, of transformers or a `LanguageModel`.
@@ -45,7 +45,7 @@ class TokenMap(LanguageModel):
         3
     """
 
-    # Tokens have no part in these.
+    # These do not depend on the vocabulary.
     device, max_length, keeps_states, not_compiled, reads_rows = map(
         _of_model, ("device", "max_length", "keeps_states", "not_compiled", "reads_rows")
     )
@@ -79,7 +79,7 @@ class TokenMap(LanguageModel):
         return (self.model,)
 
     def look(self) -> None:
-        """Check that the model, which has its own `look`, knows the tokens of the map."""
+        """Check that the model, which may have changed, has the tokens of the map."""
         size = self.model.vocab_size
         if self._highest >= size:
             raise ValueError(f"draft_of_target: expected tokens in [0, {size}) or -1, got {self._highest}")
@@ -103,11 +103,11 @@ def match_vocabularies(
 ) -> Tensor:
     """For each target token, the draft's token with the same text.
 
-    Texts are compared as the tokenizers write them. Two byte-level vocabularies write them alike; a vocabulary that
-    marks a leading space differently has few twins there.
+    Tokens are compared by their texts as the tokenizers write them. Two byte-level vocabularies write them alike; a
+    vocabulary that marks leading spaces differently has few twins.
 
     Args:
-        target_vocab, draft_vocab: text -> token, what a tokenizer's `get_vocab()` gives.
+        target_vocab, draft_vocab: text -> token, the result of a tokenizer's `get_vocab()`.
         vocab_size: the target model's, which may exceed its tokenizer's; None = the largest token + 1.
 
     Returns:

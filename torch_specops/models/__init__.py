@@ -1,4 +1,4 @@
-"""What a loop asks of a language model, and how a model reads texts."""
+"""The interface of language models, and functions that prefill them."""
 
 from .base import FeatureModel, LanguageModel, TreeModel
 

@@ -1,4 +1,4 @@
-"""Reads some rows of a batch and leaves the others unchanged."""
+"""Prefills some rows of a batch and leaves the others unchanged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .base import LanguageModel
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32
-# Padded rows are packed if that costs at most this share of reading them padded, because of what packing costs itself.
+# Rows are packed if reading them packed costs at most this share of reading them padded; the rest pays for packing.
 PACKED_COST = 0.9
 
 
 def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = None) -> None:
-    """Let a model forget what it has read of rows [A], None = all, which `start` has cleared; and tell it the lengths
-    [A] of their new prompts, if it depends on them."""
+    """Clear rows [A] of a model (None = all, which `start` has cleared), and pass it the lengths [A] of their new
+    prompts."""
     with normal_tensors():
         if rows is not None:
             model.clear_rows(rows)
@@ -27,8 +27,8 @@ def begin_texts(model: LanguageModel, lengths: Tensor, rows: Tensor | None = Non
 
 
 def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tensor, num_unread: int) -> None:
-    """Let a model forget the rows `rows` [A] and read their new texts, except for the `num_unread` newest tokens. The
-    other rows do not change. May wait for the device."""
+    """Clear `rows` [A] and prefill their new prompts, except the `num_unread` newest tokens. Other rows do not change.
+    May wait for the device."""
     begin_texts(model, lengths[rows], rows)
     if model.reads_images:
         with_images = model.read_images(tokens, rows.tolist(), num_unread)
@@ -36,11 +36,11 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         if len(rows) == 0:
             return
     counts = (lengths[rows] - num_unread).tolist()
-    # What a state begins with cannot be left for a step.
+    # A model with states must read the first token outside a step.
     counts = [max(count, 1) for count in counts] if model.keeps_states else counts
     if not model.reads_rows:
         index = torch.arange(max(*counts, 1), device=tokens.device)
-        # At least one token is read: the first forward reads new inputs, and compiled steps do not. The other rows read
+        # Read at least one token, because the first forward reads new inputs and compiled steps do not. Other rows read
         # their newest token, which their next step reads again in any case.
         positions = (lengths - 1).unsqueeze(1).repeat(1, len(index))
         positions[rows] = index
@@ -52,10 +52,10 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
 def read_beginnings(
     model: LanguageModel, tokens: Tensor, lengths: Tensor, num_unread: int, prompt_lengths: Tensor | None = None
 ) -> None:
-    """Let a model read the texts of all rows, `lengths` [B] long with prompts of `prompt_lengths` [B] (None = all of
-    it), except for the `num_unread` newest tokens of the longest, but at least one token, to allocate a cache; equal
-    texts once, if it `reads_rows`. May wait for the device."""
-    # A model that keeps states reads a whole text as it reads a prompt.
+    """Prefill all rows, of `lengths` [B] with prompts of `prompt_lengths` [B] (None = everything), except the
+    `num_unread` newest tokens. At least one token is read, to allocate a cache. Equal rows are read once if the model
+    `reads_rows`. May wait for the device."""
+    # A model with states reads the whole sequence as a prompt.
     prompt_lengths = lengths if prompt_lengths is None or model.keeps_states else prompt_lengths
     begin_texts(model, prompt_lengths)
     if model.read_images(tokens, range(len(tokens)), num_unread):
@@ -76,8 +76,8 @@ def read_beginnings(
 
 
 def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[int], forward_cost: int | None) -> None:
-    """Let a model read the first `counts` tokens of these rows. A shorter text is read beyond its end, and its next
-    tokens overwrite those slots; in a state they would stay."""
+    """Read the first `counts` tokens of these rows. A shorter row is read beyond its end, and its next tokens overwrite
+    those slots. A state would keep them, so a model with states reads rows of one length at a time."""
     index = torch.arange(max(*counts, 1), device=tokens.device)
     for group in groups_by_length(counts, 0 if model.keeps_states else forward_cost):
         width = counts[group[0]]
@@ -91,8 +91,8 @@ def _read(model: LanguageModel, tokens: Tensor, counts: list[int], rows: list[in
 
 
 def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[list[int]]:
-    """The texts, of `counts` tokens each, to read together, longest first: a text joins a group as long as its padding
-    costs less than another forward, `forward_cost` tokens; None = all in one forward."""
+    """Groups of sequences, of `counts` tokens each, to read in one forward, longest first. A sequence joins a group
+    while the group's padding costs at most another forward, `forward_cost` tokens; None = all in one forward."""
     groups: list[list[int]] = []
     padding = 0
     for index in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
@@ -109,15 +109,15 @@ def groups_by_length(counts: Sequence[int], forward_cost: int | None) -> list[li
 def read_ragged(
     target: LanguageModel, tokens: Tensor, positions: Tensor, num_proposed: Tensor, finished: Tensor, is_filled: bool
 ) -> Tensor:
-    """[B, n, V] logits of each row's newest token and `num_proposed` [B] drafts, in tokens [B, n] at positions [B, n].
-    Padding behind the drafts, and rows that are `finished` [B], may not be read; their logits are then 0 if
-    `is_filled`, otherwise undefined.
+    """Logits [B, n, V] of each row's newest token and `num_proposed` [B] drafts, in tokens [B, n] at positions [B, n].
+    Padding after the drafts and `finished` [B] rows may be skipped; their logits are then 0 if `is_filled`, otherwise
+    undefined.
 
     For eager steps on a CPU, where the time of a forward grows with the number of tokens.
     """
     counts = [0 if ended else count + 1 for count, ended in zip(num_proposed.tolist(), finished.tolist(), strict=True)]
     active, width = [row for row, count in enumerate(counts) if count > 0], tokens.shape[1]
-    # To gather rows from the cache costs less than the attention of the others if at most half of the rows are read.
+    # Gathering rows from the cache costs less than attention over the other rows if at most half of the rows are read.
     is_gathered = 0 < 2 * len(active) <= len(counts)
     num_padded = (len(active) if is_gathered else len(counts)) * width
     pays = sum(counts) > 0 and sum(counts) + FORWARD_COST <= PACKED_COST * (num_padded + FORWARD_COST)
@@ -132,7 +132,7 @@ def read_ragged(
         part = target.forward(tokens, positions, width, *(() if rows is None else (rows,)))
     if where is None:
         return part
-    # Memory that nobody touches costs nothing.
+    # Empty memory costs nothing until it is touched.
     logits = (part.new_zeros if is_filled else part.new_empty)(len(counts), width, part.shape[-1])
     logits[where] = part
     return logits

@@ -1,4 +1,4 @@
-"""The part of a transformers `GenerationConfig` that decides the distribution of the text."""
+"""The part of a transformers `GenerationConfig` that decides the distribution of the output."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ ALWAYS_READ: dict[str, Any] = {
     "token_healing": False,
     "watermarking_config": None,
 }
-# Fields that greedy decoding does not read.
+# The same, for fields that greedy decoding does not read.
 READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
-# Fields with a counterpart, and transformers' own default, which replaces a None.
+# Fields with a counterpart, and transformers' default. A None in the config stands for this default.
 TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-# `bad_words_ids`, `sequence_bias` and `suppress_tokens` have a counterpart as far as they are biases and bad words.
+# `bad_words_ids`, `sequence_bias` and `suppress_tokens` become biases and bad words where possible.
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """The fields of `SamplingParams` by name; `SamplingParams.from_generation_config` has the rest."""
+    """The fields of `SamplingParams` by name; arguments and errors as in `SamplingParams.from_generation_config`."""
     if not hasattr(config, "do_sample"):
         raise TypeError(f"config: expected a GenerationConfig of transformers, got {type(config)}")
     read = ALWAYS_READ | (READ_IF_SAMPLED if config.do_sample else {})

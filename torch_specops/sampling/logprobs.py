@@ -13,10 +13,10 @@ from .parameters import SamplingTensors
 
 
 class LogProbabilities(NamedTuple):
-    """Log-probabilities of emitted tokens, and the most likely tokens in their places."""
+    """Log-probabilities of emitted tokens, and the most likely tokens at their positions."""
 
     of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
-    top_tokens: Tensor  # [B, n, N] int64, the most likely first; of equals the lower index
+    top_tokens: Tensor  # [B, n, N] int64, the most likely first, ties by lower index
     top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
 
 
@@ -29,7 +29,7 @@ def log_probabilities(
         target_logits: [B, n, V]; for "processed", after the processors.
         tokens: [B, n] int64.
         sampling: temperature and filters of each row.
-        logprobs: "raw" = of the softmax of the logits as they come; "processed" = with temperature and filters.
+        logprobs: "raw" = of the softmax of the given logits; "processed" = with temperature and filters.
         num_top: N <= V.
     """
     temperature = torch.ones_like(sampling.temperature)
@@ -46,7 +46,7 @@ def log_probabilities(
     if logprobs == "processed":
         is_greedy = (sampling.temperature == 0).unsqueeze(1)
         found = torch.where(is_greedy, 0.0, found)
-        # The distribution of a greedy row has one token.
+        # The distribution of a greedy row is one-hot.
         is_first = torch.arange(num_top, device=z.device) == 0
         one_hot = torch.where(is_first, 0.0, -math.inf).to(z.dtype)
         top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
@@ -54,9 +54,9 @@ def log_probabilities(
 
 
 def _most_likely(z: Tensor, count: int) -> Tensor:
-    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, of
-    equals the lower index first. `topk` leaves the order of equal entries open, so that each entry gets a key of
-    its own: an integer of the same order, and behind it the index."""
+    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, ties
+    by lower index. `topk` does not order equal entries, so each entry gets a unique int64 key: its value in the upper
+    32 bits, its index in the lower."""
     if count == 0:
         return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
     bits = (z + 0.0).view(torch.int32).long()
@@ -66,7 +66,7 @@ def _most_likely(z: Tensor, count: int) -> Tensor:
 
 
 def filtered(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """[B, n, V] logits, with -inf for what top-k, top-p and min-p of each row remove."""
+    """Logits [B, n, V], -inf for the tokens that each row's top-k, top-p and min-p remove."""
     if not sampling.filters:
         return logits
     num_logits = logits.shape[1]

@@ -19,26 +19,26 @@ from .processors import AnyProcessors, Processors, round_up
 
 Number = float | list[float] | Tensor
 Words = Sequence[Sequence[int]]
-# The `until` of a bias for any number of new tokens.
+# The `until` of a bias that always applies.
 ALWAYS = 2**63 - 1
 
 
 class _Field(NamedTuple):
-    """A field of `SamplingParams` that is a number, for all sequences or for each."""
+    """A numeric field of `SamplingParams`: one number, or one per sequence."""
 
     dtype: torch.dtype
-    # The value without an effect.
+    # The value that has no effect.
     neutral: float
     expected: str
     is_right: Callable[[Tensor], Tensor]
 
 
-# Logits that are divided by numbers above, or multiplied by numbers below, stay finite.
+# Logits stay finite if divided by at least LEAST or multiplied by at most MOST.
 LEAST, MOST = 1e-30, 1e30
 
 
 def _is_between(least: float, most: float) -> Callable[[Tensor], Tensor]:
-    # In float16 and bfloat16 the bounds would differ.
+    # Compare in float64, because float16 and bfloat16 round the bounds.
     return lambda values: (values.double() >= least) & (values.double() <= most)
 
 
@@ -66,8 +66,8 @@ NEUTRAL = {name: field.neutral for name, field in _NUMBERS.items()}
 
 
 class Bias(NamedTuple):
-    """If the text ends with all but the last of the tokens, and has fewer than `until` new tokens, the value is added
-    to the logit of the last."""
+    """Adds `value` to the logit of the last token if the sequence ends with the other tokens and has fewer than `until`
+    new tokens."""
 
     tokens: tuple[int, ...]
     value: float
@@ -76,27 +76,28 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a decoding loop turns the target's logits into a distribution; each field a value for all or each sequence.
+    """How a loop turns the target's logits into a distribution; each field is one value or one per sequence.
 
-    Processors, which depend on the prompt and the text so far, are applied first: biases, bad words and min_new_tokens,
-    then the penalties, then n-grams. Drafts count as text for later positions. Temperature and filters come last.
+    Processors, which depend on the sequence so far, are applied first: biases, bad words and min_new_tokens, then the
+    penalties, then n-grams. Later positions count earlier drafts as part of the sequence. Temperature and filters come
+    last.
 
     Args:
-        temperature: 0 = greedy; otherwise >= 1e-30, because logits that are divided by less overflow, and would tie.
+        temperature: 0 = greedy; otherwise >= 1e-30, because logits divided by less overflow and tie.
         top_k: keep the k most likely tokens, and those that tie with the k-th; 0 = all.
         top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
-        repetition_penalty: in [1e-30, 1e30]; positive logits of the tokens in prompt and text are divided by it, and
-            negative logits multiplied (transformers). 1 = none.
-        presence_penalty: within 1e30; taken once from the logit of each token in the new text (OpenAI, vLLM).
-        frequency_penalty: within 1e30; taken from it as often as the token occurred.
-        no_repeat_ngram_size: n; excludes the token that would repeat n tokens of prompt and text; 0 = none. Its cost
-            grows with the logarithm of n.
+        repetition_penalty: in [1e-30, 1e30]; positive logits of tokens in the sequence are divided by it, and negative
+            logits multiplied (transformers). 1 = none.
+        presence_penalty: within 1e30; subtracted once from the logit of each new token (OpenAI, vLLM).
+        frequency_penalty: within 1e30; subtracted as often as the new token occurred.
+        no_repeat_ngram_size: n; excludes tokens that would repeat an n-gram of the sequence; 0 = none. Its cost grows
+            with the logarithm of n.
         min_new_tokens: excludes eos tokens until there are this many new tokens.
-        logit_bias: token -> what is added to its logit, finite or -inf.
-        bad_words: sequences of tokens. The last token of a word is excluded if the text ends with the others. A word
-            that is just an eos token is ignored. (As in transformers.) A step costs as much as there are tokens in
-            biases and words.
+        logit_bias: token -> the number added to its logit, finite or -inf.
+        bad_words: sequences of tokens. The last token of a word is excluded if the sequence ends with the others. A
+            word that is just an eos token is ignored, as in transformers. The cost of a step grows with the number of
+            tokens in biases and words.
 
     Raises:
         TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a bias or a word
@@ -147,16 +148,16 @@ class SamplingParams:
         min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words_ids, suppress_tokens, and the entries
         of sequence_bias that are single tokens or -inf.
 
-        Without `do_sample` that is greedy decoding, which reads neither temperature nor filters. Where the config has
-        None, transformers' own defaults count: a temperature of 1 and a top_k of 50. Lengths, stop strings and special
-        tokens are arguments of the loop.
+        Without `do_sample` that is greedy decoding, which ignores temperature and filters. A None in the config stands
+        for transformers' default, such as a temperature of 1 or a top_k of 50. Lengths, stop strings and special tokens
+        are arguments of the loop.
 
         Args:
             config: `model.generation_config`, or another config.
 
         Raises:
-            TypeError: no `GenerationConfig`.
-            ValueError: fields that change the law of the text in other ways, by name; a value out of range.
+            TypeError: `config` is not a `GenerationConfig`.
+            ValueError: fields that change the distribution in other ways, by name; a value out of range.
 
         Examples:
             >>> import transformers, torch_specops
@@ -180,7 +181,7 @@ class SamplingParams:
 
         Args:
             prompt_lengths: [batch] int64, which processors need.
-            eos: [batch, E] int64, tokens that end a row; -1 and None are none.
+            eos: [batch, E] int64, tokens that end a row, padded with -1; None = no tokens.
             vocab_size: tokens are checked against it; None = they are not.
 
         Raises:
@@ -208,7 +209,7 @@ class SamplingParams:
         return SamplingTensors(temperature, **filters, processors=processors)
 
     def _biases(self, batch: int, eos: list[list[int]]) -> list[list[Bias]]:
-        """The biases of each row; `eos` has the eos tokens of each row, and -1."""
+        """The biases of each row; `eos` has each row's eos tokens, padded with -1."""
         biases = _of_rows("logit_bias", self.logit_bias, _is_sequence(self.logit_bias), batch)
         words = _of_rows("bad_words", self.bad_words, self._words_are_per_row, batch)
         fewest = self._per_sequence("min_new_tokens", batch, "cpu").tolist()
@@ -221,7 +222,8 @@ class SamplingParams:
 
     @property
     def _words_are_per_row(self) -> bool:
-        """A word has a token, so a list of lists of lists is one list of words per row, and so are empty lists."""
+        """True for one list of words per row: a list of lists of lists, or of empty lists, because a word has a
+        token."""
         return len(self.bad_words) > 0 and all(
             _is_sequence(item) and (len(item) == 0 or _is_sequence(item[0])) for item in self.bad_words
         )
@@ -249,7 +251,7 @@ class SamplingTensors:
         top_k: [B] int64, or None.
         top_p: [B] float32, or None.
         min_p: [B] float32, or None.
-        processors: what changes logits according to the text, or None.
+        processors: changes logits according to the sequence so far; None = no change.
         coupled: whether drafts share the noise of the target (`verify="gumbel"`): see `draw`.
     """
 
@@ -269,13 +271,13 @@ class SamplingTensors:
     def draw(
         self, logits: Tensor, numbers: Tensor, text: Tensor | None, lengths: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A draft token of each row, drawn as the target's is. If `coupled`, its distribution is not needed.
+        """Draw a draft token for each row as the target's tokens are drawn.
 
         Args:
             logits: [B, 1, V], before processors.
             numbers: [B], uniforms; if `coupled`, the seeds of the rows.
             text: as in `process`; None where there are no processors.
-            lengths: [B, 1] int64, of the texts with the drafts before this token.
+            lengths: [B, 1] int64, the sequences' lengths, drafts before this token included.
 
         Returns:
             The token [B], and the `logits` [B, V] and the `lse` [B] of its `Draft`, None if `coupled`.
@@ -289,14 +291,14 @@ class SamplingTensors:
         return tokens, logits, lse
 
     def process(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """The logits [B, n, V] that temperature and filters are applied to: processed, in float32; unchanged if there
-        are no processors.
+        """Apply the processors, before temperature and filters: logits [B, n, V] in float32; unchanged if there are
+        none.
 
         Args:
             logits: [B, n, V].
-            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included; -1 where there is no draft, and no
-                logits behind that are used.
-            lengths: [B, n] int64 in 1..W, how many tokens of the row's text come before position i.
+            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included; -1 where there is no draft; logits
+                after that are not used.
+            lengths: [B, n] int64 in 1..W, how many tokens of the row's `text` come before position i.
         """
         return logits if self.processors is None else self.processors(logits, text, lengths)
 
@@ -362,7 +364,7 @@ def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[st
     pieces: list[list[int]] = []
     values: list[float] = []
     for row, biases in enumerate(rows):
-        # One number for each sequence, so that the order of additions on a device cannot matter.
+        # Sum the biases of equal words here, so that the order of additions on a device cannot matter.
         sums: dict[tuple[tuple[int, ...], int], float] = defaultdict(float)
         for tokens, value, until in biases:
             sums[tokens, until] += value

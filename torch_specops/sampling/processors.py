@@ -1,9 +1,10 @@
-"""Processors change the logits of a position according to the text before it.
+"""Processors change the logits of a position according to the tokens before it.
 
-Position i of a step follows the prefix and the drafts before i, so each position has its own text. If the drafts before
-it are accepted, they are part of the text, and only logits that were processed for that text have the right law.
+Position i of a step follows the sequence and the drafts before i, so each position is processed for different tokens.
+If those drafts are accepted, they are part of the output, and only logits processed with them have the right
+distribution.
 
-Nothing here waits for the device, and no shape depends on data.
+A call does not wait for the device, and no shape depends on data, except in eager steps on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class AnyProcessors(Protocol):
 
     @property
     def constants(self) -> Hashable:
-        """The values other than tensors that determine what a call computes."""
+        """The values besides tensors that a call depends on."""
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         """New logits [B, n, V], float32; the arguments are as in `SamplingTensors.process`."""
@@ -34,27 +35,27 @@ class AnyProcessors(Protocol):
 class Processors:
     """The processors of a batch, as tensors on its device. A processor that no row uses is None.
 
-    A row that uses none has neutral entries: 1, 0, 0, 0, and no words. The numbers of words and of their tokens are
-    rounded up (`round_up`), so that most batches share them. A step costs as much as all rows' words have tokens, and
-    the logarithm of `longest_ngram`.
+    A row without a processor has its neutral entry: 1, 0, 0, 0, and no words. The numbers of words and of their tokens
+    are rounded up (`round_up`), so that most batches have the same shapes. The cost of a step grows with the number of
+    tokens in all words and with the logarithm of `longest_ngram`.
 
     Args:
         prompt_lengths: [B] int64; later tokens are new.
-        repetition_penalty: [B] float32, r > 0. The logit z of a token of the text becomes z / r, or z * r if z < 0.
-        presence_penalty: [B] float32, taken from the logit of each new token.
-        frequency_penalty: [B] float32, taken from it as often as it occurred.
-        no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the text gets -inf. 0 = none.
+        repetition_penalty: [B] float32, r > 0. The logit z of a token of the sequence becomes z / r, or z * r if z < 0.
+        presence_penalty: [B] float32, subtracted from the logit of each new token.
+        frequency_penalty: [B] float32, subtracted as often as the new token occurred.
+        no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the sequence gets -inf. 0 = none.
         longest_ngram: at least the largest n.
-        words: [M, 3] int64, for each word its row, its last token, which gets the bias if the text ends with the
-            others, and a number: it counts only while there are fewer new tokens. The rest is 0, -1, 0.
+        words: [M, 3] int64, for each word: its row; its last token, which gets the bias if the sequence ends with the
+            others; and `until`: the word counts only while there are fewer new tokens. Unused entries are 0, -1, 0.
         biases: [M] float32, finite or -inf.
-        pieces: [N, 3] int64, the other tokens of all words: the word, where the token stands (1 = at the end of the
-            text, 2 = before that), and the token. The rest is 0.
-        padding: [B, N] int64, tokens that count as text before each row's own, the first `num_padding`. The
-            `prompt_lengths` then count them too.
+        pieces: [N, 3] int64, the other tokens of all words: the word's index, the token's place (1 = last in the
+            sequence, 2 = before that), and the token. Unused entries are 0.
+        padding: [B, N] int64; the first `num_padding` tokens of a row count as part of its sequence, before its first
+            token. The `prompt_lengths` then include them.
         num_padding: [B] int64.
-        num_ignored: [B] int64, the tokens that the repetition penalty leaves out: the first of padding and prompt, but
-            not all of them. None = 0.
+        num_ignored: [B] int64, how many tokens at the start of padding and prompt the repetition penalty ignores, fewer
+            than all. None = 0.
     """
 
     prompt_lengths: Tensor
@@ -88,7 +89,7 @@ class Processors:
         text = text.clamp(min=0)
         if self.padding is not None and self.num_padding is not None:
             text, lengths = _behind(self.padding, self.num_padding, text), lengths + self.num_padding.unsqueeze(1)
-        # A copy, which may be written into.
+        # Copy, because processors write in place.
         logits = logits.to(torch.float32, copy=True)
         self._add_biases(logits, text, lengths)
         index = torch.arange(text.shape[1], device=text.device)
@@ -98,13 +99,15 @@ class Processors:
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
             ignored = torch.zeros_like(self.prompt_lengths) if self.num_ignored is None else self.num_ignored
-            # Equal tokens write equal numbers. Other places stand for the first token that counts.
+            # Repeated tokens write equal numbers. Positions that do not count are redirected to the first token that
+            # does.
             counts = is_before & (index >= ignored.view(-1, 1, 1))
             tokens = torch.where(counts, every, text.gather(1, ignored.unsqueeze(1)).unsqueeze(1))
             found = logits.gather(2, tokens)
             _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
         if self.presence_penalty is not None:
-            # Without new tokens, the logit of the first place after the prompt is written back unchanged.
+            # Other positions are redirected to the first new token. Without new tokens, its logit is written back
+            # unchanged.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)
@@ -133,9 +136,9 @@ class Processors:
         logits.index_put_((rows.unsqueeze(1), index, last.clamp(min=0).unsqueeze(1)), biases, accumulate=True)
 
     def _ends_ngram(self, size: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """[B, n, W]: would the token at this index complete an n-gram, n = size [B], whose first n - 1 tokens are those
-        at the end of the text? Stretches of 1, 2, 4, ... tokens get names, and two of them, which may overlap, cover
-        n - 1 tokens: the cost grows with the logarithm of n."""
+        """[B, n, W] bool: the n - 1 tokens before this index equal the last n - 1 of the sequence, n = size [B], so
+        that the token here would repeat an n-gram. Stretches of 1, 2, 4, ... tokens are numbered, equal ones alike. Two
+        of them, which may overlap, cover n - 1 tokens, so the cost grows with the logarithm of n."""
         width = text.shape[1]
         num_before = (size - 1).clamp(0, width).unsqueeze(1)
         names = chosen = text
@@ -156,14 +159,14 @@ class Processors:
 
 
 def count_words(processors: AnyProcessors | None) -> tuple[int, int]:
-    """How many words there are, and how many pieces, without those that only fill the tensors. Waits for the device."""
+    """The numbers of words and of pieces, without unused entries. Waits for the device."""
     if not isinstance(processors, Processors) or processors.words is None or processors.pieces is None:
         return 0, 0
     return int((processors.words[:, 1] >= 0).sum()), int((processors.pieces[:, 1] > 0).sum())
 
 
 def joined_words(texts: Mapping[int, AnyProcessors | None], num_words: int, num_pieces: int) -> dict[str, Tensor]:
-    """The words of texts, each alone in its batch on the CPU, by row, as tensors of one batch."""
+    """The words of several rows, each from a batch of one on the CPU, as tensors of one batch."""
     words = torch.tensor([0, -1, 0], device="cpu").repeat(num_words, 1)
     pieces = torch.zeros(num_pieces, 3, dtype=torch.int64, device="cpu")
     biases = torch.zeros(num_words, dtype=torch.float32, device="cpu")
@@ -181,7 +184,7 @@ def joined_words(texts: Mapping[int, AnyProcessors | None], num_words: int, num_
 
 
 def round_up(size: int, least: int) -> int:
-    """The next power of two that is not below `least`."""
+    """The smallest power of two >= `size`, but at least `least`."""
     return max(1 << (size - 1).bit_length(), least)
 
 
@@ -189,20 +192,20 @@ def _write(logits: Tensor, tokens: Tensor, values: Tensor, add: bool = False) ->
     """Write values [B, n, m] into the logits [B, n, V] of tokens [B, n, m], or add them. Inductor compiles this in
     place, where `scatter_` would copy all logits."""
     batch, places = (torch.arange(size, device=tokens.device) for size in tokens.shape[:2])
-    # A choice between two numbers has torch's default dtype.
+    # `torch.where` of two numbers has torch's default dtype.
     values = values.to(logits.dtype)
     logits.index_put_((batch.view(-1, 1, 1), places.view(1, -1, 1), tokens), values, accumulate=add)
 
 
 def _named(first: Tensor, second: Tensor) -> Tensor:
-    """[B, W] a number in [0, W) for each pair of numbers in [0, 2**31), equal for equal pairs of a row."""
+    """[B, W], a number in [0, W) for each pair of numbers in [0, 2**31); equal pairs of a row have equal numbers."""
     ordered, order = (first * 2**31 + second).sort(1)
     names = torch.nn.functional.pad((ordered[:, 1:] != ordered[:, :-1]).long().cumsum(1), (1, 0))
     return torch.empty_like(names).scatter(1, order, names)
 
 
 def _behind(padding: Tensor, num_padding: Tensor, text: Tensor) -> Tensor:
-    """[B, N + W] each row's padding, then its text."""
+    """[B, N + W], each row's padding, then its sequence."""
     width = padding.shape[1]
     index = torch.arange(width + text.shape[1], device=text.device)
     is_text = index >= num_padding.unsqueeze(1)

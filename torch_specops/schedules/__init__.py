@@ -1,5 +1,5 @@
-"""How many tokens to draft in the next step: a constant, Hugging Face's heuristic, or what has paid so far. A schedule
-runs on the host, between two steps.
+"""Schedules choose how many tokens the next step drafts: a constant, Hugging Face's heuristic, or what has paid so far.
+They run on the host, between two steps.
 """
 
 from __future__ import annotations

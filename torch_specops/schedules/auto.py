@@ -11,45 +11,47 @@ from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 from .costs import DRAFT_COST, StepCosts
 
-# Drafts may lose this part of a batch's steps; in a long batch, LOAN steps and LATER_SHARE of the steps so far.
+# Drafts may lose LOST_SHARE of a batch's steps, but at most LOAN steps + LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# In a batch, gains of up to this many steps may be lost again.
+# Within a batch, drafts may lose earlier gains again, up to this many steps.
 MOST_SAVED = 4.0
-# A batch may lose what earlier batches were allowed to lose and did not, up to the second number of steps.
+# Drafts may also lose what they were allowed to lose in earlier batches and did not: FIRST_RESERVE steps before the
+# first batch, at most LARGEST_RESERVE.
 FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
-# Looked-up drafts: the chance that the next token is right after a match of n tokens, from a table until WEIGHT such
-# drafts were seen. MEMORY: each draft makes the drafts before it count less.
+# Looked-up drafts: PRIORS[n] is the prior chance that a draft is right after a match of n tokens, with the weight of
+# WEIGHT drafts. Earlier drafts decay by MEMORY with each draft.
 LONGEST = 20
 PRIORS = [0.1, 0.1, *(min(0.95, 0.4 + 0.08 * (length - 2)) for length in range(2, LONGEST + 1))]
 WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
-# A sequence's looked-up drafts are right less often than the table says until it has some: odds of CAUTION.
+# The prior of a new sequence, with the weight of PATIENCE drafts: its looked-up drafts have CAUTION times the odds
+# above.
 PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
-# Other drafts: the chance before any was seen, and the drafts that this counts as.
+# Other drafts: the prior chance that a draft is right, and its weight in drafts.
 CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
 PATIENCE_OF_OTHERS, MEMORY_OF_OTHERS = 8.0, 0.5 ** (1 / 50)
 MOST_CERTAIN, LEAST_CHANCE = 0.98, 0.01
-# Steps without drafts before drafts that did not pay are tried again: doubled each time, up to the second number.
+# Drafts that did not pay are tried again after this many steps without drafts: doubled each time, up to the second
+# number.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
 
 
 class Auto(Schedule):
-    """From 0 to K drafts for each sequence and step, as many as pay for themselves according to what was measured.
+    """From 0 to K drafts for each sequence and step, as many as pay according to measurements.
 
-    `StepCosts` learns what drafts cost. The chance that a draft is right is learned from drafts before it: for drafts
-    that are looked up by the length of their match and their place in the step, for others by sequence. The next tokens
-    say whether looked-up drafts were right, so these are judged without being verified; others are tried now and then.
+    `StepCosts` learns the cost of drafts. The chance that a draft is right is learned from earlier drafts: for
+    looked-up drafts by match length and place in the step, for others by sequence. New tokens show whether looked-up
+    drafts were right, even if they were not verified; other drafts are tried now and then.
 
     If no sequence waits for another (sessions, `generate_many`), an accepted draft saves its share of a step. A batch
-    that is not refilled ends with its slowest row: there drafts are worth what they save the rows that end last, and
-    less the more rows there are, because the slowest of many rows has bad luck.
+    that is not refilled ends with its slowest row. There, drafts are worth what they save the rows that end last, and
+    less in larger batches, whose slowest row has worse luck.
 
-    After every step the schedule knows what drafts have lost so far: the time that has passed and the steps without
-    drafts that would remain, against the steps without drafts at the beginning. A step may have drafts only if this
-    loss stays below 1.65 % of the batch (of its limit, if it ends early) should they all be wrong. A batch may also
-    lose what earlier batches were allowed to lose and did not, up to two steps. A step that takes longer than was
-    expected may pass that bound once.
+    After every step the schedule knows how much time drafts have lost so far, compared with decoding without drafts. A
+    step may have drafts only if this loss would stay below 1.65 % of the batch (of its limit, if it ends early) with
+    all of them wrong. A batch may also lose what earlier batches were allowed to lose and did not, up to two steps. A
+    step that takes longer than expected may exceed the bound once.
 
-    What was learned of times, and of drafts in general, is kept from batch to batch.
+    Costs and chances are kept from batch to batch, except those of single sequences.
 
     Args:
         num_draft_tokens: K >= 1, the most drafts of a row.
@@ -72,9 +74,9 @@ class Auto(Schedule):
         self.buckets = tuple(check_int("buckets", each, 0) for each in given)
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
-        # By the number of rows, and whether steps are compiled.
+        # By number of rows and whether steps are compiled.
         self._costs: dict[tuple[int, bool], StepCosts] = {}
-        # Looked-up drafts, by match length and place.
+        # Looked-up drafts, by match length + place in the step.
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(CHANCE_OF_OTHERS * WEIGHT_OF_OTHERS, WEIGHT_OF_OTHERS)
@@ -83,10 +85,10 @@ class Auto(Schedule):
 
     def reset(self) -> None:
         self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE)
-        # In steps without drafts: what drafts have gained, the steps so far, and the reserve when the batch began.
+        # What drafts have gained, in steps without drafts; the steps so far; the reserve when the batch began.
         self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
-        # A step with drafts before any without, and what it was assumed to cost.
+        # A step with drafts before costs were known, and its assumed cost.
         self._unjudged: tuple[PastStep, float] | None = None
         # The sequences whose drafts did not pay when they were last planned.
         self._declined: list[int] | None = None
@@ -111,12 +113,12 @@ class Auto(Schedule):
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # The first step has drafts before costs are known, because the draft has read all tokens there.
+        # The first step has drafts before costs are known, because the draft has no tokens to catch up with.
         is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
         if not costs.are_known and not is_first:
             return nothing
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
-        # Steps without drafts say nothing of drafts that are not looked up.
+        # Steps without drafts teach nothing about drafts that are not looked up.
         if is_declined and not step.asks_again and not is_due:
             return nothing
         self._sequences = {text: self._sequences.get(text) or _Share() for text in step.texts}
@@ -133,7 +135,7 @@ class Auto(Schedule):
     def _best(
         self, step: NextStep, costs: StepCosts, reached: list[list[float]], purse: float, is_trial: bool = False
     ) -> list[int]:
-        """The counts with the largest gain among those whose loss the purse bears. All 0 if none gains, except in a
+        """The counts with the largest expected gain whose risk fits into the purse. All 0 if none gains, except in a
         trial."""
         num_texts, buckets = len(reached), self.buckets
         plain = step.num_rows if step.is_compiled else num_texts
@@ -147,7 +149,7 @@ class Auto(Schedule):
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
         begins = is_behind or (not step.looks_up and self._elapsed == 0)
-        # Compiled steps read the drafts of all rows, worth it or not.
+        # Compiled steps read the same number of drafts for all rows, whether they pay or not.
         least = -math.inf if step.is_compiled or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
         choices: list[_Choice] = []
@@ -166,12 +168,12 @@ class Auto(Schedule):
                 luck.add(index, place, reached[index][place])
             offers, before = offers + more, level
             read = plain * (1 + level) if step.is_compiled else plain + (0 if step.reads_prompts else len(offers))
-            # Looked-up drafts are there already.
+            # Looked-up drafts are already proposed.
             num_proposed = 0 if step.looks_up else level
             gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / max(step.left)
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
-                # Bad luck in one step should not end all drafting.
+                # The purse should survive bad luck in one step, so that drafting continues.
                 needed = max(2 * risk, risk + 2 * base * luck.dip(gain) if begins else 0.0)
                 choices.append(_Choice(gain, risk, needed, level, len(offers)))
             # The gain rises and falls once, but where captured times have steps.
@@ -220,14 +222,14 @@ class Auto(Schedule):
                     share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
 
     def _cost(self, step: PastStep, costs: StepCosts) -> float:
-        """What the drafts of a step took."""
+        """The cost of a step's drafts, in steps without drafts."""
         plain, read = self._tokens_read(step)
         drafting = step.caught_up * costs.of_drafting(1)
         return drafting + costs.extra(plain, read if step.seconds else plain, step.num_draft_tokens)
 
     @staticmethod
     def _tokens_read(step: PastStep) -> tuple[int, int]:
-        """By the target in a step without drafts, and in this one."""
+        """The tokens that the target reads in a step without drafts, and in this one."""
         if step.planned.is_compiled:
             return step.planned.num_rows, step.planned.num_rows * (1 + step.num_draft_tokens)
         plain = len(step.planned.texts)
@@ -238,7 +240,7 @@ class Auto(Schedule):
         self._reserve.num_steps += gain
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
-        """What the accepted drafts of a step have saved, in steps."""
+        """The time that a step's accepted drafts saved, in steps without drafts."""
         num_texts = len(accepted)
         plain = step.num_rows if step.is_compiled else num_texts
         base, per_token = costs.of(plain), 0.0 if step.is_compiled else costs.slope
@@ -248,7 +250,7 @@ class Auto(Schedule):
         return (base - per_token * plain) * (max(step.left) - after) + per_token * sum(accepted)
 
     def _judge(self, step: NextStep, known: Sequence[int], right: Sequence[int]) -> None:
-        """Learn from drafts that were looked up. Those after a wrong one say nothing."""
+        """Learn from looked-up drafts, up to the first that is wrong."""
         matches = step.matches or [0] * len(known)
         for text, match, num_known, num_right in zip(step.texts, matches, known, right, strict=True):
             sequence = self._sequences.get(text)
@@ -261,7 +263,7 @@ class Auto(Schedule):
                 self._chance_after[length] = (share.right + WEIGHT * PRIORS[length]) / (share.expected + WEIGHT)
 
     def _chances(self, step: NextStep, rooms: Sequence[int]) -> list[list[float]]:
-        """Of each draft of each sequence, that it and all before it are right."""
+        """For each sequence and draft, the chance that the draft and all before it are right."""
         reached, pooled = [], self._others.right / self._others.expected
         for index, (room, sequence) in enumerate(zip(rooms, self._sequences.values(), strict=True)):
             if not step.asks_again:
@@ -283,7 +285,8 @@ class Auto(Schedule):
     def _savings(
         self, step: NextStep, reached: list[list[float]], base: float, per_token: float
     ) -> tuple[list[float], list[float]]:
-        """By sequence: its share in the end of the batch, and what an accepted draft saves."""
+        """Per sequence: how much of the batch's end depends on it, and what an accepted draft saves, in steps without
+        drafts."""
         num_texts = len(reached)
         if step.is_refilled or num_texts == 1:
             return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
@@ -308,7 +311,7 @@ class Auto(Schedule):
 
 @dataclass
 class _Share:
-    """How many drafts were right, and how many there were or were expected to be right; newer drafts count more."""
+    """How many drafts were right, and how many there were or should have been right; newer drafts count more."""
 
     right: float = 0.0
     expected: float = 0.0
@@ -326,12 +329,12 @@ class _Reserve:
 
 
 class _Choice(NamedTuple):
-    """To verify the first offers, up to this many drafts per row.
+    """A candidate plan: verify the first `num_offers` offers, up to `level` drafts per row.
 
     Args:
-        gain: that is expected, in steps.
+        gain: the expected gain, in steps.
         risk: the loss if all drafts are wrong.
-        needed: what drafting should be able to lose before it ends.
+        needed: the purse that lets drafting survive bad luck.
     """
 
     gain: float
@@ -344,12 +347,12 @@ class _Choice(NamedTuple):
 class _Luck:
     """How far chance lets the slowest sequence of a batch fall behind the mean.
 
-    Over S steps the accepted drafts of a sequence have the variance S v, so the slowest of n is z(n) sqrt(S v) drafts
-    behind: z sqrt(v / S) per step. z(n) = sqrt(2 ln n) - 0.55 is the mean of the largest of n standard normals, within
-    0.08 from n = 2 to 64.
+    Over S steps the accepted drafts of a sequence have the variance S v, so the slowest of n falls z(n) sqrt(S v)
+    drafts behind: z sqrt(v / S) per step. z(n) = sqrt(2 ln n) - 0.55 is the mean of the largest of n standard normals,
+    within 0.08 from n = 2 to 64.
 
     Args:
-        shares: of the sequences in the end of the batch; 1 / the sum of their squares is n.
+        shares: how much of the batch's end depends on each sequence; 1 / the sum of their squares is n.
         left: the tokens to the end of the longest; 0 = no sequence waits for another.
     """
 
@@ -370,12 +373,12 @@ class _Luck:
 
     @property
     def loss(self) -> float:
-        """In drafts per step."""
+        """How far the slowest sequence falls behind the mean, in drafts per step."""
         if not self.matters:
             return 0.0
         return self._z * math.sqrt(max(self._variance, 0.0) * (1 + self._mean) / self._left)
 
     def dip(self, gain: float) -> float:
-        """How far the slowest sequence falls behind one without drafts before this gain per step makes up for it, in
-        drafts: the maximum of z sqrt(S v) - S gain over S."""
+        """The most drafts by which the slowest sequence falls behind decoding without drafts, before `gain` per step
+        makes up for it: the maximum of z sqrt(S v) - S gain over S."""
         return self._z**2 * self._variance * (1 + self._mean) / (4 * gain) if gain > 0 else 0.0

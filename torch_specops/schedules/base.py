@@ -1,4 +1,4 @@
-"""What a schedule is told of the steps, and what it answers."""
+"""The interface of schedules, and the records of steps that they get."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-# Each value needs a compiled graph of its own, so there are few, and they are dense where one draft matters most.
+# Each value needs a separate compiled graph, so there are few, dense where one draft matters most.
 BUCKETS = (1, 2, 3, 5, 8, 12, 20)
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """What a schedule is told of a step to come. Lists have an entry for each text that goes on.
+    """The next step, to be planned. Lists have an entry for each unfinished sequence.
 
     Args:
-        texts: an identifier of each text, the same in all of its steps.
+        texts: an identifier of each sequence, the same in all of its steps.
         rooms: the most drafts that each can use.
-        left: tokens to its limit.
-        num_rows: B of the batch, with the rows that have ended.
-        is_compiled: True = a compiled step: all rows get the largest number that is planned, rounded to a bucket.
-        is_refilled: True = rows that end get new texts, so that no text waits for another.
+        left: tokens until each sequence's limit.
+        num_rows: B, finished rows included.
+        is_compiled: True = a compiled step: all rows get the largest planned number, rounded to a bucket.
+        is_refilled: True = finished rows get new sequences, so that no sequence waits for another.
         looks_up: True = drafts cost no forward.
-        asks_again: True = all drafts that are planned are looked up, and the step is planned again when they are known.
-        reads_prompts: the target reads the prompts in this step, and is not timed.
-        offered: how many drafts were found for each text; None = they are not known yet.
-        matches: how many tokens at the end of each text led to its drafts (`Draft.matches`); None = not known.
+        asks_again: True = all planned drafts are looked up, and the step is planned again with the drafts found.
+        reads_prompts: True = the target reads the prompts in this step, which is not timed.
+        offered: how many drafts were found for each sequence; None = not known yet.
+        matches: the match length of each sequence's drafts (`Draft.matches`); None = not known.
     """
 
     texts: Sequence[int]
@@ -42,26 +42,26 @@ class NextStep:
     matches: Sequence[int] | None = None
 
     def at_most(self, count: int) -> list[int]:
-        """So many drafts of each text, as far as it has room for them and they were offered."""
+        """`count` drafts for each sequence, limited by its room and by the drafts offered."""
         limits = self.rooms if self.offered is None else map(min, self.rooms, self.offered)
         return [min(count, limit) for limit in limits]
 
 
 @dataclass(frozen=True)
 class PastStep:
-    """What became of a step. Lists have an entry for each text that it had.
+    """The result of a step. Lists have an entry for each sequence of the step.
 
     Args:
-        planned: what the schedule was told last.
-        num_draft_tokens: the most drafts of a row that were proposed.
-        proposed: drafts of each text that were verified; empty = a compiled step was timed, and no text had it.
+        planned: the step as the schedule last planned it.
+        num_draft_tokens: the largest number of drafts proposed for a row.
+        proposed: how many drafts of each sequence were verified; empty = a compiled step was timed without sequences.
         accepted: how many of these were accepted.
-        known: of the drafts that were looked up, how many the new tokens show to be right or wrong, verified or not;
-            None = drafts are not judged by the new tokens.
+        known: how many looked-up drafts the new tokens show to be right or wrong, verified or not; None = new tokens do
+            not judge drafts.
         right: how many of these were right, up to the first that was wrong.
-        seconds: of reading and verifying; None = not measured.
-        draft_seconds: of proposing, if it is no part of `seconds`.
-        caught_up: the draft also read what steps without drafts had emitted, in one more forward.
+        seconds: the time of reading and verifying; None = not measured.
+        draft_seconds: the time of proposing, if `seconds` does not include it.
+        caught_up: the draft also read the tokens of earlier steps without drafts, in one more forward.
     """
 
     planned: NextStep
@@ -76,18 +76,18 @@ class PastStep:
 
 
 class Schedule(ABC):
-    """Chooses the number of drafts of each text, for each step.
+    """Chooses the number of drafts of each sequence, for each step.
 
     Attributes:
-        buckets: the values of K that compiled steps have, ascending, each with a graph of its own. A compiled
-            step rounds another value down to a bucket, or up to the smallest bucket. No value exceeds the largest.
+        buckets: the values of K that compiled steps have, ascending, each with a separate graph. A compiled step rounds
+            other values down to a bucket, or up to the smallest bucket. No planned value exceeds the largest.
     """
 
     buckets: tuple[int, ...]
 
     @abstractmethod
     def plan(self, step: NextStep) -> Sequence[int]:
-        """The number of drafts of each text, at most its room and what was offered.
+        """The number of drafts of each sequence, at most its room and the drafts offered.
 
         If drafts are sampled, it may depend only on earlier steps, never on the drafts of this step.
         """
@@ -98,11 +98,11 @@ class Schedule(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what belongs to single texts. Called when a batch begins."""
+        """Forget the state of single sequences. Called when a batch begins."""
 
     def begin(self) -> Schedule:
-        """The schedule of a batch that begins: a shallow copy after `reset`, because batches may take turns. What it
-        changes in place holds for the others too, and what it assigns does not."""
+        """The schedule for a new batch: a shallow copy after `reset`, because batches may take turns. Objects changed
+        in place are shared between batches; assigned attributes are not."""
         own = copy(self)
         own.reset()
         return own

@@ -1,44 +1,44 @@
-"""What steps with drafts cost, learned from the steps so far."""
+"""The cost of steps with drafts, learned from the steps so far."""
 
 from __future__ import annotations
 
 from collections import deque
 
-# The newest steps without drafts: the fastest of them is the unit, because other work only makes a step slower.
+# The unit is the fastest of this many newest steps without drafts, because other work only makes a step slower.
 NUM_UNITS = 4
 # After this many steps with drafts, steps without drafts are timed again.
 STALE_AFTER = 64
-# A step counts this much less with each step after it.
+# The weight of a step decays by this factor with each later step.
 MEMORY = 63 / 64
-# So many steps with drafts are few.
+# Fewer steps with drafts are few (`are_few`).
 FEW_STEPS = 4
-# A step that is slower than expected counts this much: other work may be the reason.
+# The weight of a step that is slower than expected, because other work may be the reason.
 WEIGHT_OF_SLOW_STEPS = 0.25
-# One step is believed up to this multiple of what was expected.
+# The cost of one step is capped at this multiple of the expected cost.
 LARGEST_SURPRISE = 2.0
-# Before any step with drafts: a forward has the fixed cost of this many tokens, and a draft takes this part of a step.
+# Assumed before any step with drafts: the fixed cost of a forward, in tokens, and the cost of a draft, in steps.
 FIXED_TOKENS, DRAFT_COST = 32, 0.25
-# The steps that this assumption outweighs.
+# The weight, in steps, that draws the fit towards 0.
 PRIOR_STEPS = 0.1
-# Times of proposing that are kept for each number of drafts.
+# The number of drafting times kept for each number of drafts.
 NUM_DRAFTINGS = 8
 
 
 class StepCosts:
-    """The cost of steps of a batch with B rows, in units of the newest steps of B tokens without drafts.
+    """The cost of steps of a batch with B rows. The unit is a recent step of B tokens without drafts.
 
     A step that reads n tokens takes 1 + slope * (n - B), and `jump` more if any of them is a draft: kernels for several
-    tokens per row may differ from those for a single token. Both are fitted by least squares. Times that were measured
-    for a captured step are exact.
+    tokens per row may differ from those for a single token. Both are fitted by least squares. The times of captured
+    steps are exact.
 
     Args:
         num_rows: B.
-        draft_cost: of proposing a draft per row, in units, until it was timed.
+        draft_cost: the cost of proposing a draft per row, in units, until it is timed.
 
     Attributes:
         jump: >= 0.
         slope: from 0 to 1 / B.
-        most_drafts: in a step so far.
+        most_drafts: the most drafts in a step so far.
     """
 
     def __init__(self, num_rows: int, draft_cost: float) -> None:
@@ -49,34 +49,35 @@ class StepCosts:
         self._num_plain = self._num_since_plain = 0
         self._units_are_old = False
         self._exact: dict[int, float] = {}
-        # Over steps with drafts, of 1, x, x * x, y and x * y: x = (n - B) / B, y = the cost beyond 1.
+        # Weighted sums, over steps with drafts, of 1, x, x * x, y and x * y: x = (n - B) / B, y = the cost beyond 1.
         self._sums = [0.0] * 5
         self._draftings: dict[int, deque[float]] = {}
-        # What proposing takes, by the number of drafts.
+        # The cost of proposing, by number of drafts.
         self._points: list[tuple[int, float]] = []
-        # Seconds that were measured before there was a unit.
+        # Times that were measured before there was a unit.
         self._first_drafting: tuple[int, float] | None = None
         self._first_step: tuple[int, int, float] | None = None
 
     @property
     def are_known(self) -> bool:
-        """Steps without drafts were timed: two, because one may have been slow, and not long ago; or captured."""
+        """True = two recent steps without drafts were timed, because one alone may have been slow; or steps are
+        captured."""
         return self.are_exact or (bool(self._units) and self._num_plain > 1 and self._num_since_plain < STALE_AFTER)
 
     @property
     def are_few(self) -> bool:
-        """Few steps with drafts were timed."""
+        """True = few steps with drafts were timed."""
         return self._sums[0] < FEW_STEPS
 
     def begin(self) -> None:
-        """Another batch: its sequences may be longer or shorter, and all steps slower or faster. The old unit serves
-        until a step without drafts is timed."""
+        """Begin another batch, whose steps may be slower or faster. The old unit serves until a step without drafts is
+        timed."""
         self._units_are_old = True
         self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
 
     def room(self, purse: float) -> int:
-        """The most drafts of a step to read next: more than ever before are approached in steps, and may cost no more
-        than the purse."""
+        """The most drafts that the next step may read. Numbers beyond the largest so far are approached gradually, and
+        may cost no more than the purse."""
         more = min(self._next_most, int(purse / self._most_each))
         return max(more, self.most_drafts, 1)
 
@@ -89,20 +90,20 @@ class StepCosts:
 
     @property
     def _most_each(self) -> float:
-        """What each draft may take in a step with more drafts than ever before."""
+        """An upper estimate of the cost per draft in a step with more drafts than any so far."""
         return max(self.jump / self.most_drafts + self.slope if self.most_drafts > 0 else 0.0, self._first_slope)
 
     def of(self, num_rows: int) -> float:
-        """Of a step without drafts, with this many rows left."""
+        """The cost of a step without drafts, with this many rows left."""
         return 1 + self.slope * (num_rows - self._num_rows)
 
     @property
     def are_exact(self) -> bool:
-        """Steps are captured, and timed before they run."""
+        """True = steps are captured, and timed before they run."""
         return bool(self._exact)
 
     def extra(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
-        """What a step that reads `tokens` takes beyond one without drafts, and with proposing this many drafts per
+        """The cost of a step that reads `tokens`, beyond one without drafts, with proposing this many drafts per
         row."""
         if self._exact:
             return self._between_exact(tokens)
@@ -110,7 +111,7 @@ class StepCosts:
         return verifying + self.of_drafting(num_draft_tokens)
 
     def risk(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
-        """What `extra` may turn out to be where more drafts are read than ever before."""
+        """An upper estimate of `extra` for a step that reads more drafts than any so far."""
         num_drafts = tokens - num_rows
         if self._exact or num_drafts <= self.most_drafts:
             return self.extra(num_rows, tokens, num_draft_tokens)
@@ -118,7 +119,8 @@ class StepCosts:
         return measured + self._most_each * (num_drafts - self.most_drafts) + self.of_drafting(num_draft_tokens)
 
     def of_drafting(self, count: int) -> float:
-        """Of proposing this many drafts per row; beyond the most so far, each takes what the last took."""
+        """The cost of proposing this many drafts per row, interpolated between timed numbers, and extrapolated beyond
+        the last."""
         if not self._points:
             return self._draft_cost * count
         low, first = 0, 0.0
@@ -129,7 +131,7 @@ class StepCosts:
         return first
 
     def add(self, num_rows: int, tokens: int, seconds: float) -> None:
-        """A step that was timed while it ran, of `num_rows` rows that had not ended."""
+        """Add a step that was timed while it ran, with `num_rows` unfinished rows."""
         if self._exact:
             return
         num_drafts, expected = tokens - num_rows, self.of(num_rows)
@@ -152,7 +154,7 @@ class StepCosts:
         if not self._units:
             self._first_step = num_rows, tokens, seconds
             return
-        # A compiled step may read many drafts at once, each of which may take as long as a token alone.
+        # A compiled step may jump to many drafts, each of which may cost as much as a single token.
         most = LARGEST_SURPRISE * expected
         if num_drafts > self._next_most:
             most = max(most, tokens / num_rows)
@@ -165,7 +167,7 @@ class StepCosts:
         self._fit(tokens / self._num_rows - 1, cost - 1, weight)
 
     def add_captured(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
-        """A captured step that was timed alone."""
+        """Add a captured step that was timed alone."""
         if is_plain:
             self._units.extend([seconds] * NUM_UNITS)
             self._num_plain, self._num_since_plain = 2, 0
@@ -173,8 +175,8 @@ class StepCosts:
             self._exact[tokens] = seconds / min(self._units)
 
     def _between_exact(self, tokens: int) -> float:
-        """Beyond a step without drafts. What was not timed lies on a line between what was; beyond the last it is
-        thought to take no longer, because it is timed before it runs."""
+        """The cost beyond a step without drafts, interpolated between timed steps. Beyond the largest it is assumed
+        constant, because a step is timed before it runs."""
         (low, first), *points = sorted(self._exact.items())
         for high, last in points:
             if tokens <= high:

@@ -1,4 +1,4 @@
-"""Schedules that know nothing of times: a constant, and Hugging Face's rule."""
+"""Schedules that use no times: a constant, and Hugging Face's rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Heuristic(Schedule):
 
     In a batch, all drafts of all rows must be accepted; a step without drafts changes nothing. Eager steps have any K
     up to `maximum`. Compiled steps need a graph for each K, and have the largest of 1, 2, 3, 5, 8, 12, 20 that does not
-    exceed the value of the rule. Every batch begins anew, like "heuristic_transient" of transformers.
+    exceed the rule's value. Every batch starts again from `num_draft_tokens`, like "heuristic_transient" of
+    transformers.
 
     Args:
         num_draft_tokens: the first K, from 1 to `maximum`.
