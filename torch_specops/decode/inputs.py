@@ -57,13 +57,13 @@ class Prompts:
     """A batch of prompts, checked, on the CPU.
 
     Args:
-        state: before the first step, as wide as the longest prompt. A row without new tokens has ended.
-        rules: what ends each row besides its eos and limit.
-        grammars: what restricts each row's new tokens, None where nothing does.
+        state: before the first step, as wide as the longest prompt. A row with `max_new_tokens` = 0 has ended.
+        rules: end each row, besides its eos and limit.
+        grammars: restrict the new tokens of each row; None = no restriction.
         pad_token_id: fills a sequence after its end.
         inputs: the input of the target's encoder for each sequence, by name, or the images of all prompts; None =
             nothing.
-        num_copies: sequences of each prompt, which stand together.
+        num_copies: sequences of each prompt, in adjacent rows.
     """
 
     state: DecodeState
@@ -74,7 +74,7 @@ class Prompts:
     num_copies: int = 1
 
     def rows(self) -> list[Row]:
-        """The texts, as the host follows them."""
+        """The rows as the host tracks them."""
         state = self.state
         of_rows = (each.tolist() for each in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
         return [
@@ -107,10 +107,10 @@ def read_prompts(
     min_new_tokens: int = 0,
 ) -> Prompts:
     """Check the arguments of a call; `SpeculativeDecoder.generate` documents them. None for eos or pad tokens means
-    the target's own.
+    the target's.
 
     Args:
-        row_rules: what else ends a row, for all rows.
+        row_rules: further rules that end rows, for all rows.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
@@ -178,7 +178,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
 
 def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:
     """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target can read; warn
-    if the target can read it, but was made for shorter texts."""
+    if the target can read it, but was made for shorter sequences."""
     if max_length is not None and longest > max_length:
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
@@ -243,7 +243,7 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
 
 def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
     given: Any = grammar
-    # A string is a sequence, but no list of grammars.
+    # A string is a sequence too, but not a list of grammars.
     rows = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given] * batch
     if len(rows) != batch:
         raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
@@ -290,8 +290,8 @@ def _as_python(value: Any) -> Any:
 
 
 def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_token_id: int | None) -> None:
-    """Warn if some rows look padded: they begin or end with a longer run of a suspect than others. What all rows have
-    is taken for text, but only a single pad token."""
+    """Warn if some rows look padded: they begin or end with a longer run of a suspect token than other rows. A run that
+    all rows have counts as text, but only one token of it if it is the pad token."""
     for verb, rows in (("begins", tokens), ("ends", tokens.flip(1))):
         for token in sorted(set(rows[:, 0].tolist()).intersection(suspects)):
             runs = (rows == token).long().cumprod(1).sum(1)
@@ -299,7 +299,7 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
             if token == pad_token_id:
                 of_text = min(of_text, 1)
             elif token == 0 and verb == "ends":
-                # In many vocabularies it is an exclamation mark.
+                # Token 0 is an exclamation mark in many vocabularies.
                 of_text += 1
             if bool((runs > of_text).any()):
                 kind = "the pad token" if token == pad_token_id else "token"
@@ -373,7 +373,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
     lengths = is_token.sum(1)
     if bool((lengths == 0).any()):
         raise ValueError(f"attention_mask: expected a token in every row, got none in row {int(lengths.argmin())}")
-    # The text of a row has one beginning: at the start, or after padding.
+    # A row's tokens are contiguous, so they begin once: at the start, or after padding.
     begins = is_token & ~torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     if bool((begins.sum(1) > 1).any()):
         row = int((begins.sum(1) > 1).long().argmax())
@@ -385,7 +385,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
 
 
 def _of_rows(name: str, expected: str, given: Any, is_per_row: bool, batch: int) -> list[Any]:
-    """What is given for each row, or the same for all."""
+    """The value given for each row, or the one for all."""
     if not is_per_row:
         return [given] * batch
     if len(given) != batch:
@@ -398,7 +398,7 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
     given = _as_python(value)
     values = _of_rows(name, "one number or", given, isinstance(given, list), batch)
     for number in values:
-        # Lengths are sums of such numbers.
+        # Bounded so that sums of these numbers fit int64.
         checks.check_int(name, number, least, 2**31 - 1)
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 

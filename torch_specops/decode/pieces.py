@@ -1,4 +1,4 @@
-"""Text in pieces, while its tokens come."""
+"""Decodes tokens to pieces of text as they come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 CONTEXT = 4
 # A longer window is halved.
 _WINDOW = 16
-# The clean-up of spaces replaces at most so many characters at once: " n ' t".
+# The most characters that the clean-up of spaces replaces at once: " n ' t".
 _CLEANED = 6
 _BYTE = re.compile("<0x[0-9a-fA-F]{2}>")
 
@@ -101,7 +101,7 @@ class TextPieces:
             return ""
         certain = self._first(len(self._text) - _CLEANED * self._cleans - self._text.endswith("\ufffd"))
         if self._num_prompt and len(certain) > len(self._given) and not certain.startswith(self._given):
-            # The end of the prompt has become another character.
+            # The new token changed the character at the end of the prompt.
             tokens = self._tokens[self._num_prompt :]
             self._begin([])
             return "".join(map(self.push, tokens))
@@ -133,7 +133,7 @@ class TextPieces:
 
     def _shorten(self) -> None:
         """Drop the older half of the tokens if the text of the newer half does not depend on them."""
-        # How spaces are cleaned up may depend on all that was before.
+        # The clean-up of spaces may depend on all earlier tokens.
         if len(self._tokens) <= _WINDOW or self._num_prompt or self._cleans:
             return
         tokens = self._tokens[len(self._tokens) // 2 :]
