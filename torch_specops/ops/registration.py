@@ -14,7 +14,7 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-# Op -> its body. Tests of CUDA code on a CPU call the body, because the dispatcher sees their tensors as CPU tensors.
+# Op -> the function that runs it. Tests with stand-ins for CUDA tensors call it without the dispatcher.
 bodies: dict[str, Callable[..., Any]] = {}
 
 

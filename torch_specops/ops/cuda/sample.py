@@ -1,6 +1,6 @@
 """`specops::sample` on CUDA: draw one token per row of softmax(logits / T), and its logsumexp.
 
-Bytes: V * s per row, read once, and one tile of it again (in L2). Two launches:
+Bytes: V * s per row, read once, and one of its tiles again (from L2). Two launches:
 1. `stats_kernel`, one program per (row, tile): the tile's maximum and sum of exponentials, 8 bytes.
 2. `draw_kernel`, one program per row: combine the partials in tile order, pick the tile that s falls into, rescan it.
 Scratch: 8 bytes per tile, V / TILE of them a row. No float atomics: bitwise repeatable.
