@@ -50,7 +50,7 @@ def choice(
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True)` with its own limit of graphs.
+    """`torch.compile(function, fullgraph=True)` with a separate limit of graphs.
 
     torch counts graphs per code object, over all callers, and refuses the ninth. Many models, batch sizes and values of
     K would reach that limit, so each call compiles a copy of the code. Inductor's size asserts on weights and caches
@@ -80,7 +80,7 @@ def compile_errors_named() -> Iterator[None]:
         if not private.is_compiler_error(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # A first line such as "backend='inductor' raised:" says nothing without the next line.
+        # A first line such as "backend='inductor' raised:" needs the next line.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         frames = list(getattr(error, "real_stack", None) or ())
         place = f", in {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""

@@ -28,7 +28,7 @@ from .rows import BatchRules, ask_row_rules
 from .state import Texts, moved, shapes_of
 from .step import StepPlan, unpack_record
 
-# For each row the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
+# Per row: the tokens that a step emitted, the drafts accepted, the drafts proposed, and whether the row has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
 
 
@@ -230,7 +230,7 @@ class Batch:
         self.state.finished[index].fill_(True)
 
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
-        """Copy those log-probabilities of a row's new tokens that the batch has to tensors [n] and [n, N]."""
+        """Copy log-probabilities of a row's new tokens to tensors [n] and [n, N], if the batch computes them."""
         state, row = self.state, self.rows[index]
         for copy, kept in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
             if kept is not None:
@@ -242,7 +242,7 @@ class Batch:
         results = None
         while results is None:
             planned = self._plan()
-            # The time of a step excludes compiling, and what the caller does between two steps.
+            # The time of a step excludes compilation and the caller's work between two steps.
             started = time.perf_counter()
             self._launch(planned)
             results = self._collect()
@@ -292,7 +292,7 @@ class Batch:
         self._num_undrafted = 0
 
     def _launch(self, planned: PlannedStep) -> None:
-        """Begin a step. On CUDA it runs while the host goes on."""
+        """Begin a step. On CUDA it runs asynchronously."""
         started, steps = time.perf_counter(), self._steps
         is_compiled, num_draft_tokens = planned.asked.is_compiled, planned.num_draft_tokens
         if num_draft_tokens > 0:

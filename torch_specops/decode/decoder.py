@@ -253,7 +253,7 @@ class SpeculativeDecoder:
         """Continue every prompt to its eos or limit.
 
         Args:
-            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` gives
+            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` returns
                 them, or a column of such lists (pandas, Arrow, an array of objects); or a tensor or an array of numpy
                 [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
@@ -291,8 +291,8 @@ class SpeculativeDecoder:
             warning; the other rows continue. After a KeyboardInterrupt, `output` has the tokens so far.
 
         Raises:
-            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what the target
-                can read. A draft with a shorter context only stops drafting.
+            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens beyond the target's context. A
+                draft with a shorter context only stops drafting.
         """
         refuse_unknown("SpeculativeDecoder.generate", unknown)
         arguments = GenerateArguments(

@@ -76,7 +76,7 @@ def masks_of(
         width: K; None = the most drafts of any row.
 
     Returns:
-        [B, K] int64, -1 where there is no draft; and the bitmask [B, K + 1, ceil(V / 32)] int32; both on the CPU.
+        [B, K] int64, -1 after the drafts of a row; and the bitmask [B, K + 1, ceil(V / 32)] int32; both on the CPU.
     """
     chosen = [list(own) for own in drafts]
     size = max([max_drafts, *map(len, chosen)]) + 1

@@ -18,7 +18,7 @@ class CapturedStep:
     """A step in one graph, or in two if the host asks grammars between proposing and verifying.
 
     Args:
-        verify: the only graph, or the second.
+        verify: the graph of the step, or of its verification if there are two.
         record: the output of `verify`.
         propose: the first graph; None = there is none, or it would be empty.
         proposal: the output of `propose`; None = the step is one graph.

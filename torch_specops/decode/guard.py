@@ -139,7 +139,7 @@ class Guard:
                 "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
                 "read; make another decoder for it (they may share transformers models)"
             )
-        # A call inside a call may use further models.
+        # A nested call may use models that the outer call does not.
         free = [use for use in uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
 

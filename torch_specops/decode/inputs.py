@@ -1,4 +1,4 @@
-"""Checks and converts what a caller passes to the loop: models, prompts and the settings of each row."""
+"""Checks and converts the arguments of the loop: prompts, and the settings of each row."""
 
 from __future__ import annotations
 
@@ -256,8 +256,8 @@ def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
 
 
 def _read_seeds(seed: Seed, batch: int) -> Tensor:
-    """[B] int64: the seeds given, or those that `uniforms.row_seeds` makes of an int. None draws an int from torch's
-    default generator."""
+    """[B] int64: the given seeds, or the hash of an int by `uniforms.row_seeds`. None draws an int from torch's default
+    generator."""
     expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
     if isinstance(seed, Tensor) and seed.dtype != torch.int64:
         raise TypeError(f"{expected}, got {seed.dtype}")
@@ -325,7 +325,7 @@ def as_prompt(name: str, values: Any) -> Tensor:
 
 def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     """A list of prompts, and of their masks if there are any, as tensors with padding on the right."""
-    # A column of pandas, Arrow or polars, whose array has a list for each row.
+    # Convert a column of pandas, Arrow or polars to an array with a list per row.
     columns = (each.to_numpy() if hasattr(each, "to_numpy") else each for each in (input_ids, attention_mask))
     input_ids, attention_mask = map(_of_numpy, columns)
     if not isinstance(input_ids, (list, tuple)):

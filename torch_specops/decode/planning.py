@@ -102,7 +102,7 @@ class Planner:
 
     def _smallest_sufficient(self, wanted: int, needed: int, *, is_compiled: bool, is_masked: bool) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
-        any K, a compiled step the schedule's buckets, and 0 if the draft can read no row any more."""
+        any K, a compiled step the schedule's buckets, and 0 if all rows are too long for the draft."""
         if not is_compiled:
             return min(wanted, needed)
         if self.is_outgrown:
@@ -163,7 +163,7 @@ class Planner:
         """Tell the schedule the results of a step: each row's new tokens, and its accepted and proposed drafts."""
         known = right = None
         if step.drafts is not None and step.asked.offered is not None:
-            # Drafts that a grammar may have changed say nothing about lookups.
+            # Skip rows with a grammar, which may have changed their drafts.
             new = [tokens[index] if step.rows[index].grammar is None else [] for index in step.active]
             known = list(map(min, step.asked.offered, map(len, new)))
             right = [

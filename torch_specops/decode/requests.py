@@ -308,7 +308,7 @@ def read_request(
     """Check a request as `generate` would.
 
     Args:
-        sampling: for a request without its own.
+        sampling: for a request that has none.
         logprobs, top_logprobs: as in `generate`.
 
     Raises:

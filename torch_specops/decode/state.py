@@ -150,7 +150,7 @@ class Texts:
         """The state with the sampling and the eos tokens of the sequences, in new tensors.
 
         An eager state has the filters and processors of these sequences only: three unused filters made steps a third
-        slower. A compiled state has those that any sequence has used so far, of the sizes in `ROOM`.
+        slower. A compiled state has all that any sequence has used so far, in the sizes of `ROOM`.
 
         Returns:
             The state, or None if the newest one fits; and whether compiled steps have room for it.

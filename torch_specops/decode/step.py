@@ -1,4 +1,4 @@
-"""One step of the loop: draft, let the target read the drafts, verify them with an op, and commit what is emitted.
+"""One step of the loop: draft, let the target read the drafts, verify them with an op, and commit the emitted tokens.
 
 Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address, so a step
 can be compiled as one graph, or captured into a CUDA graph and replayed.
@@ -141,7 +141,7 @@ class Verifier:
 def speculative_step(
     target: LanguageModel, draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, verify: Verifier
 ) -> Tensor:
-    """Draft up to K tokens, verify them, and commit what is emitted. Returns the step's record [B, K+4], which
+    """Draft up to K tokens, verify them, and commit the emitted tokens. Returns the step's record [B, K+4], which
     `unpack_record` unpacks."""
     proposal = propose(draft, state, num_draft_tokens, target.vocab_size)
     return verify_and_commit(target, state, proposal, verify)
@@ -160,7 +160,7 @@ def verify_and_commit(
     bitmask: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> Tensor:
-    """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
+    """Let the target read the drafts, verify them, and commit the emitted tokens. Returns the step's record.
 
     Args:
         proposal: tokens [B, K].

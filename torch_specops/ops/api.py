@@ -69,12 +69,12 @@ def verify_exact(
             filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, or an int, as in `filter_logits`; like the other filters and the temperature applied
-            to both sides, unless `filter_draft` is False.
+        top_k: [B] int64 or int32, or an int, as in `filter_logits`; applied to both sides, as the other filters and the
+            temperature are, unless `filter_draft` is False.
         top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
-            then differ from the target's greedy text. Sampled rows ignore it.
+            then differ from the target's greedy tokens. Sampled rows ignore it.
         filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
             q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
 
@@ -123,8 +123,9 @@ def verify_block(
     h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
     A failure does not end the walk: a likely token makes up for an unlikely token before it. The next token is drawn
     from max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i,
-    the emitted tokens have exactly the target's distribution, and every number of drafts is accepted at least as often
-    as by `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
+    the emitted tokens have exactly the target's distribution, and for every k the probability that k or more drafts are
+    accepted is at least that of `verify_exact`; for K = 1 the two are the same. The law and its proof are in
+    docs/math.md.
 
     It reads more than `verify_exact`: every row once, then the row pairs of the positions where the block may still
     end.

@@ -31,8 +31,8 @@ def sample_gumbel(
 
     The token is the argmax of z(v) / T + g(v) over the tokens that the filters keep, where g(v) = -log(-log u(v)), and
     u is a hash of seed, position and token. Two models that draw with the same seed and position share the noise, and
-    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the law, and what
-    rounding can change are in docs/math.md, section 17.
+    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the law and the
+    effects of rounding are in docs/math.md, section 17.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the

@@ -97,7 +97,7 @@ def global_hooks() -> list[Any]:
 
 
 def hint(size: torch.SymInt) -> int:
-    """The size of the example that is traced, 1 if there is none."""
+    """The size in the traced example, or 1 without an example."""
     return size.node.hint or 1
 
 

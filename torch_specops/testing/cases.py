@@ -71,7 +71,8 @@ def sample_inputs(
         vocab_sizes: every case is built once per size.
         seed: another seed gives other numbers, not other kinds of cases.
         names: only these cases; None = all. The name of a `Case` is one of these plus the vocabulary: "k3-V17".
-        max_rows, max_drafts: smaller batches and fewer drafts, for a large vocabulary; other numbers than without.
+        max_rows, max_drafts: limits of the batch and of the drafts, for a large vocabulary; they change the random
+            numbers.
 
     Yields:
         Cases of 0 to 8 rows. Drafts are sampled from the draft's distribution unless the case says otherwise. In

@@ -45,9 +45,9 @@ def check_lossless(
     """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given the
     tokens before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
 
-    docs/testing.md says what to run it on and what the numbers mean. A row may emit fewer tokens, followed by -1: the
-    test of a position uses the rows that have a token there; the joint test uses all rows, completed with draws from
-    the target.
+    docs/testing.md says how to choose the models and how to read the numbers. A row may emit fewer tokens, followed by
+    -1: the test of a position uses the rows that have a token there; the joint test uses all rows, completed with draws
+    from the target.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which

@@ -32,7 +32,7 @@ from .cases import BELOW_ONE_FLOAT64, Case, on_cpu, oracle
 LARGEST = 1.0 - 2.0**-24
 # A number may move by less than its bound.
 SHARES = [2.0**-k for k in range(12)]
-# Names of arguments that move together, and of those that draw the next token.
+# Groups of arguments that move together, and the arguments that draw the next token.
 MOVED = (("accept_uniforms",), ("draft_lse",), ("top_p", "min_p"))
 DRAWING = ("sample_uniforms", "uniforms")
 

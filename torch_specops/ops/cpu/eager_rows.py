@@ -1,4 +1,4 @@
-"""Rows of logits as weights, the draw from them, and the argmax."""
+"""Rows of logits as weights, draws from them, and their argmax."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) ->
 
 
 def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
-    """The same for a single logit of each row, at index `tokens`."""
+    """`scale_kept` for a single logit of each row, at index `tokens`."""
     z = scale(logits, inverse)
     if bounds is None:
         return z

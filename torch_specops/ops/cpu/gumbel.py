@@ -75,8 +75,8 @@ def _eager_keys(args: GumbelArguments) -> Array:
 def _draw(
     logits: Tensor, filters: Filters, temperature: Sequence[float], keys: Array, sequences: Sequence[int]
 ) -> list[list[int]]:
-    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of some sequences, -1 where
-    there is none."""
+    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of `sequences`, -1 for rows
+    without a law."""
     tokens: dict[int, list[int]] = {}
     sampled = [b for b in sequences if temperature[b] > 0]
     if sampled:

@@ -82,7 +82,7 @@ def residual(
     z_p: Tensor,  # [..., V]
     x: Tensor,  # [...] the draft token
     q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
-    equal: Tensor | float = 0.0,  # [..., V] what it is for rows of equal logits
+    equal: Tensor | float = 0.0,  # [..., V] the result for rows of equal logits
 ) -> Tensor:
     """[..., V] max(weights - q, 0)."""
     if q is None:

@@ -157,7 +157,7 @@ def reach_kernel(
     if is_last_program(count_ptr + b, num_drafts):
         k = tl.arange(0, BLOCK_K)
         ratios = tl.load(ratio_ptr + b * num_drafts + k, mask=k < num_drafts, other=-1.0)
-        # The length of the block, or what a greedy sequence accepts.
+        # The length of the block, or the drafts that a greedy sequence accepts.
         n = tl.min(tl.where(ratios >= 0, BLOCK_K, k), 0)
         one = tl.full((BLOCK_K,), 1.0, tl.float64)
         scale, cap = tl.associative_scan((tl.maximum(ratios, 0.0), one), 0, compose)

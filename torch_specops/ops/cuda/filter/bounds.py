@@ -1,8 +1,8 @@
 """The bounds of rows of logits under top_k, top_p and min_p, without sorting: docs/math.md has the law, docs/design.md
 the reasons for this search.
 
-Two numbers say what a row keeps: the lowest kept logit (`cut`), and the lowest kept id among the tokens with that logit
-(`first_at_cut`). They take 8 bytes a row, and other kernels apply them to their loads. Nothing of size [.., V] is
+Two numbers describe the kept tokens: the lowest kept logit (`cut`), and the lowest kept id among the tokens with that
+logit (`first_at_cut`). They take 8 bytes a row, and other kernels apply them to their loads. Nothing of size [.., V] is
 written, sorted or converted. Two launches, whatever the filters and the dtype:
 1. `group_kernel`, one program per (row, tile): the maximum of both halves of every 64 adjacent entries, and, if the row
    has top_p without top_k, the sum of the exponentials of all 64.

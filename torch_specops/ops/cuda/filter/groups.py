@@ -140,7 +140,7 @@ def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr)
 @triton.jit
 def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
     """A key at or below the cut: of the keys from the least to the highest maximum of a group, the last that leaves out
-    at most what is allowed, to the 8 bits of bfloat16; the lowest key of all if each of them leaves out more."""
+    at most the allowed amount, to the 8 bits of bfloat16; the lowest key of all if each leaves out more."""
     STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
     low = lowest_key(DTYPE)
     if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:

@@ -5,7 +5,7 @@
    finds or above, and parts of groups whose maximum is below are not looked at again.
 2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
    `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
-3. `bisect_cut` bisects the keys that are left, by the entries of the list: for top-k, then top-p among what it kept.
+3. `bisect_cut` bisects the keys that are left, by the entries of the list: for top-k, then top-p of the kept tokens.
 4. Tokens at the cut stay in the order of descending id, as many as top-p needs (`first_kept_tie`).
 5. `lowest_likely` is the cut of min-p. The higher cut holds.
 """
@@ -56,11 +56,11 @@ def mass_wanted(top_p, mass):
 
 @triton.jit
 def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling):
-    """Narrow keys lo .. hi - 1 down to those whose entries there is room to write down, or to one key, which may have
-    more. The cut stays among them: the highest key such that what is wanted lies at it and above it, k entries or a
-    part of `mass`, all that the parts have. If it is negative, top_p of what these keys have is wanted.
+    """Narrow keys lo .. hi - 1 down to keys whose entries fit the list, or to one key, which may have more. They
+    include the cut: the highest key with at least the wanted amount at it and above (k entries, or a part of `mass`,
+    the mass of the parts). If `wanted` is negative, top_p of the mass of these keys is wanted.
 
-    Returns the keys, what lies above them, how many entries they have, and what was wanted."""
+    Returns the keys, the amount above them, the number of their entries, and the wanted amount."""
     row_ptr, _, _, _ = row
     _, _, num_pieces = parts
     _, _, room = held
@@ -100,7 +100,7 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
 
 @triton.jit
 def count_left_out(cut, above, wanted, held, count, scaling):
-    """How many of the tokens at the cut top-p leaves out: it keeps as many as begin below the mass that is wanted."""
+    """The number of tokens at the cut that top-p leaves out: it keeps those that begin below the wanted mass."""
     _, value_ptr, room = held
     above += amount_from(cut + 1, held, count, True, scaling)
     num_ties = amount_from(cut, held, count, False, scaling)
@@ -159,8 +159,8 @@ def cut_kernel(
     b = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1).to(tl.int64)
     program = b * (num_rows + num_drafts) + r
-    # Torch looks for what a kernel writes, but not inside functions: what comes from a function that was given a
-    # pointer counts as that pointer. So all that decides where the lists are written is loaded here.
+    # Torch analyses which tensors a kernel writes, but not inside functions: the result of a function counts as the
+    # pointer that it was given. So all values that decide where the lists are written are loaded here.
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + b)
