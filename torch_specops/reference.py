@@ -138,7 +138,7 @@ def filter_logits(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> Tensor:
-    """`specops::filter_logits` by its law; shapes and dtypes as in `torch_specops.filter_logits`."""
+    """`specops::filter_logits` in float64; shapes and dtypes as in `torch_specops.filter_logits`."""
     output = torch.empty(logits.shape, dtype=logits.dtype)
     for r in range(logits.shape[0]):
         t = _of_row(temperature, r, 1.0)
@@ -175,7 +175,7 @@ def verify_exact(
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_exact` by its law; shapes and dtypes as in `torch_specops.verify_exact`."""
+    """`specops::verify_exact` in float64; shapes and dtypes as in `torch_specops.verify_exact`."""
     batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
@@ -232,7 +232,7 @@ def verify_block(
     min_p: Tensor | float | None = None,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
+    """`specops::verify_block` in float64; shapes and dtypes as in `torch_specops.verify_block`."""
     batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
@@ -312,7 +312,7 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_sigmoid` by its law; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
+    """`specops::verify_sigmoid` in float64; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
     batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
@@ -362,7 +362,7 @@ def sample(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::sample` by its law; shapes and dtypes as in `torch_specops.sample`."""
+    """`specops::sample` in float64; shapes and dtypes as in `torch_specops.sample`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     lse = torch.full((logits.shape[0],), -math.inf, dtype=torch.float32)
     for r in range(logits.shape[0]):
@@ -428,7 +428,7 @@ def sample_gumbel(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> Tensor:
-    """`specops::sample_gumbel` by its law; shapes and dtypes as in `torch_specops.sample_gumbel`."""
+    """`specops::sample_gumbel` in float64; shapes and dtypes as in `torch_specops.sample_gumbel`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     for r in range(logits.shape[0]):
         t = _of_row(temperature, r, 1.0)
@@ -450,7 +450,7 @@ def verify_gumbel(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_gumbel` by its law; shapes and dtypes as in `torch_specops.verify_gumbel`."""
+    """`specops::verify_gumbel` in float64; shapes and dtypes as in `torch_specops.verify_gumbel`."""
     batch, num_drafts = draft_tokens.shape
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
     num_accepted = torch.zeros(batch, dtype=torch.int64)

@@ -273,7 +273,7 @@ class SpeculativeDecoder:
             inputs: the inputs of the target's encoder, by name (`input_features` or `input_ids`, `attention_mask`); or
                 the images of all prompts, as a processor gives them (`pixel_values`, `image_grid_thw`, ...).
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
-                target's logits as they come; "processed" = after processors, temperature and filters (0 for greedy
+                target's unprocessed logits; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
             top_logprobs: N >= 0: `output.top_logprobs` has the N most likely tokens at the position of every new token,
                 with log-probabilities of the same kind ("raw" if `logprobs` is None).

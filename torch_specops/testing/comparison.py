@@ -30,7 +30,7 @@ from .cases import BELOW_ONE_FLOAT64, Case, on_cpu, oracle
 
 # The largest w = 1 - u of Gumbel noise in float32.
 LARGEST = 1.0 - 2.0**-24
-# A number may move by less than its bound.
+# The shares of its bound by which a number is moved.
 SHARES = [2.0**-k for k in range(12)]
 # Groups of arguments that move together, and the arguments that draw the next token.
 MOVED = (("accept_uniforms",), ("draft_lse",), ("top_p", "min_p"))

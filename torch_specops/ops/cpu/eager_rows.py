@@ -212,5 +212,5 @@ def argmax_by_tiles(logits: Tensor) -> Tensor:
         # Indices beyond the vocabulary repeat the last entry, so they are never the lowest index of a maximum.
         index = tile * size + torch.arange(size, device=logits.device)
         best = tile[..., 0] * size + logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
-    # `argmax` handles rows with NaN and infinite logits, which it replaces; that may make ties.
+    # `argmax` handles NaN and infinite logits: it replaces them, which may make ties.
     return best if all(-math.inf < each < FLOAT32_MAX for each in row_max.flatten().tolist()) else argmax(logits)

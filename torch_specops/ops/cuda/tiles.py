@@ -312,7 +312,7 @@ def pick_token(weight, v, threshold):
 @triton.jit
 def is_last_program(count_ptr, num_programs):
     """True in the last program of a group to arrive, to which the stores of the others are visible. Each program counts
-    itself; the count is 0 before the first and after the last. Only for scalars, which the counting thread stores."""
+    itself; the count is 0 before the first and after the last. Valid for scalars that the counting thread stores."""
     # The barrier covers the other threads. The atomic is a fence on both sides, and a barrier follows it.
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1

@@ -229,8 +229,8 @@ def cut_kernel(
             hi = highest + 1
             count = places + 1
             skipped = 0
-            # A loop, so that the code of the two searches exists once, and because torch (see above) does not follow
-            # values from the previous iteration, only values from a function that was given the row.
+            # A loop, so that the code of the two searches exists once; and because torch's analysis (see above) ignores
+            # values of the previous iteration, while it would take the result of a function for a pointer.
             for phase in range(3):
                 is_mass = phase == TOP_P
                 if phase == TIES:
