@@ -1,8 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact` and the other ops, and imports nothing but torch and
-numpy. `torch_specops.hf`, which imports transformers, `analysis`, `beam`, `inductor`, `reference`, `testing` and
-`vocab_parallel` are loaded when they are used first.
+numpy. `torch_specops.hf`, which imports transformers, and `analysis`, `beam`, `inductor`, `reference`, `testing` and
+`vocab_parallel` are loaded at their first use.
 """
 
 from __future__ import annotations

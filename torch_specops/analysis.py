@@ -1,8 +1,8 @@
-"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the gain of speculative decoding, on tensors.
+"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the speedup of speculative decoding, on tensors.
 
 alpha is the probability that a draft is accepted, given that the drafts before it were; K (gamma in the paper) is the
-number of drafts per step, and c the cost ratio. Every function of alpha assumes that drafts are accepted independently
-with the same probability, and that the target reads K + 1 tokens in the time of 1. Arithmetic is float64. Arguments
+number of drafts per step, and c the cost ratio. All functions of alpha assume that drafts are accepted independently
+with the same probability, and that the target reads K + 1 tokens in the time of one. Arithmetic is float64. Arguments
 are numbers or tensors, and broadcast against each other.
 """
 
@@ -20,8 +20,8 @@ Number = float | Tensor
 
 
 def expected_tokens_per_step(alpha: Number, num_draft_tokens: int | Tensor) -> Tensor:
-    """(1 - alpha ** (K + 1)) / (1 - alpha), the expected number of tokens that a step emits (equation 1); K + 1, its
-    limit, at alpha = 1. float64, in the broadcast shape, accurate to a few units in the last place, also near 1.
+    """(1 - alpha ** (K + 1)) / (1 - alpha), the expected number of tokens per step (equation 1); K + 1, its limit, at
+    alpha = 1. float64, in the broadcast shape, accurate to a few units in the last place, even for alpha near 1.
 
     Args:
         alpha: in [0, 1]; a TypeError for another type, a ValueError for another number.
@@ -52,7 +52,7 @@ def walltime_factor(alpha: Number, cost_ratio: Number, num_draft_tokens: int | T
 
 
 def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens: int | Tensor) -> Tensor:
-    """(1 - alpha) (K c^ + K + 1) / (1 - alpha ** (K + 1)), the operations over those without drafts (theorem 3.11).
+    """(1 - alpha) (K c^ + K + 1) / (1 - alpha ** (K + 1)), the operations relative to no drafts (theorem 3.11).
 
     Args:
         alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result (>= 1) and errors.
@@ -68,9 +68,9 @@ def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens:
 
 
 def memory_access_factor(alpha: Number, num_draft_tokens: int | Tensor, memory_ratio: Number = 0.0) -> Tensor:
-    """(K m + 1) (1 - alpha) / (1 - alpha ** (K + 1)), the reads of weights and key-value caches over those without
-    drafts (section 3.4, which ignores the draft's reads: m = 0). If a forward takes the time of its reads, c = m, and
-    this is the inverse of `walltime_factor`.
+    """(K m + 1) (1 - alpha) / (1 - alpha ** (K + 1)), the reads of weights and key-value caches relative to no drafts
+    (section 3.4, which ignores the draft's reads: m = 0). If reads determine the time of a forward, c = m, and this is
+    the inverse of `walltime_factor`.
 
     Args:
         alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
@@ -119,9 +119,9 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
 
 
 def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
-    """1 / (1 - alpha + c alpha), the walltime factor if K were, in every step, the number of drafts that will be
-    accepted: an upper bound for any choice of K (section 3.5). For c > 1 it is 1 (K = 0), for alpha = 1 and c = 0
-    infinite. Arguments, result and errors are as in `walltime_factor`.
+    """1 / (1 - alpha + c alpha), the walltime factor if K were the number of drafts that will be accepted in every
+    step: an upper bound for any choice of K (section 3.5). For c > 1 it is 1 (K = 0), for alpha = 1 and c = 0 infinite.
+    Arguments, result and errors are as in `walltime_factor`.
 
     Examples:
         >>> from torch_specops.analysis import oracle_walltime_factor
@@ -129,7 +129,7 @@ def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
         tensor(4.1667, dtype=torch.float64)
     """
     a, c = _arguments(alpha=alpha, cost_ratio=cost_ratio)
-    # A step emits 1 / (1 - alpha) tokens on average, all but one of them drafts of cost c.
+    # A step emits 1 / (1 - alpha) tokens on average; all but one are drafts of cost c.
     return 1 / (1 - a + c.clamp(max=1.0) * a)
 
 
@@ -141,8 +141,8 @@ def acceptance_probability(
     argmax_lenience: float = 1.0,
 ) -> Tensor:
     """beta = sum_x min(p(x) / l, q(x)), the probability that a draft drawn from q is accepted (theorem 3.5; with
-    lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6). [..] float64 in [0, 1]; 0 where either
-    row has no finite logit.
+    lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6). [..] float64 in [0, 1]; 0 if either row
+    has no finite logit.
 
     At temperature 0 both laws are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or 0. With
     `argmax_lenience` below 1, the draft's argmax x is accepted if softmax(target_logits)(x) >= l max softmax(..).
@@ -169,11 +169,11 @@ def acceptance_probability(
 
 
 def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, temperature: Number = 1.0) -> Tensor:
-    """sum_v 1 / sum_w max(p(w) / p(v), q(w) / q(v)), the probability that `sample_gumbel` draws one token from both
-    rows with the same noise, so that `verify_gumbel` accepts it (Daliri et al. 2024, arXiv 2408.07978). [..] float64
-    in [0, 1]; 0 where either row has no finite logit.
+    """sum_v 1 / sum_w max(p(w) / p(v), q(w) / q(v)), the probability that `sample_gumbel` draws the same token from
+    both rows with the same noise, so that `verify_gumbel` accepts it (Daliri et al. 2024, arXiv 2408.07978). [..]
+    float64 in [0, 1]; 0 if either row has no finite logit.
 
-    With TV the `divergence` of the rows, it lies between (1 - TV) / (1 + TV) and 1 - TV, which is
+    It lies between (1 - TV) / (1 + TV) and 1 - TV, where TV is the `divergence` of the rows and 1 - TV the
     `acceptance_probability`. Proofs are in docs/math.md, section 17.
 
     Args:
@@ -189,7 +189,7 @@ def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, 
     p = _distribution("target_logits", target_logits, t, target_logits)
     q = _distribution("draft_logits", draft_logits, t, target_logits)
     p, q = torch.broadcast_tensors(p, q)
-    # p(w) / p(v) is larger iff p(w) / q(w) >= p(v) / q(v).
+    # p(w) / p(v) >= q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v), so sort by p / q.
     order = (p / q).nan_to_num(nan=0.0, posinf=math.inf).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
     of_p, of_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
@@ -229,11 +229,11 @@ def token_acceptance_probability(
 
 
 def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
-    """alpha estimated from a loop's steps, accepted / (accepted + rejections): a float64 scalar, NaN if none was tried.
+    """alpha estimated from a loop's steps, accepted / (accepted + rejections): a float64 scalar, NaN without drafts.
 
-    A step ends at its first rejection, and the drafts after it are not tried: this is the maximum-likelihood estimate
-    for the capped geometric variable of equation 1. `GenerationStats.acceptance_rate` is a different number: it divides
-    by all drafts, tried or not, and falls as K grows.
+    Drafts after the first rejection of a step are not tried and do not count, so this is the maximum-likelihood
+    estimate for the capped geometric variable of equation 1. `GenerationStats.acceptance_rate` divides by all drafts,
+    tried or not, so it falls as K grows.
 
     Args:
         num_accepted, num_proposed: int64 or int32, one shape, 0 <= num_accepted <= num_proposed; else an error.
@@ -257,7 +257,7 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number 
     has no finite logit.
 
     It is the total variation distance: symmetric, and equal to 1 - `acceptance_probability` (lemma 3.3, theorem 3.5),
-    but without cancellation where p and q are close. Arguments and errors are as there.
+    but without cancellation if p and q are close. Arguments and errors are as for `acceptance_probability`.
 
     Examples:
         >>> import torch, torch_specops.analysis
@@ -272,7 +272,8 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number 
 
 
 def _arguments(**given: Number) -> tuple[Tensor, ...]:
-    """Finite numbers >= 0, alpha in [0, 1], K whole: as float64 of one shape on one device, to which scalars move."""
+    """Check that numbers are finite and >= 0, alpha <= 1 and K whole. Returns them as float64, broadcast, on one
+    device."""
     values: list[Tensor] = []
     shape = torch.Size()
     for name, value in given.items():
@@ -334,7 +335,7 @@ def _distribution(name: str, logits: Tensor, temperature: Tensor, target_logits:
     t, x = temperature.to(logits.device).unsqueeze(-1), _clean(logits)
     z = (x / t.clamp(min=1 / FLOAT32_MAX)).clamp(-FLOAT32_MAX, FLOAT32_MAX).masked_fill(x == -math.inf, -math.inf)
     one_hot = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0).masked_fill(x == -math.inf, 0.0)
-    # Without a finite entry all are -inf, and softmax gives NaN.
+    # A row without a finite entry is all -inf, and its softmax is NaN.
     return torch.where(t == 0, one_hot, z.softmax(-1).nan_to_num(0.0))
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-# The dispatch of these subclasses would refuse the op without naming the argument.
+# The dispatch of these subclasses would refuse the op with an error that does not name the argument.
 REFUSED_KINDS = {
     "DTensor": "; torch_specops.vocab_parallel takes sharded logits",
     "NestedTensor": "",
@@ -18,7 +18,7 @@ REFUSED_KINDS = {
 
 
 def check_tensor(name: str, value: object, plain: bool = True, expected: str = "a tensor") -> None:
-    """A tensor; if `plain`, none of the kinds above. Other subclasses pass, and their own dispatch decides."""
+    """Raise unless the value is a tensor, and if `plain`, none of the kinds above. Other subclasses pass."""
     if type(value) is Tensor and not value.is_nested:
         return
     if not isinstance(value, Tensor):
@@ -30,18 +30,18 @@ def check_tensor(name: str, value: object, plain: bool = True, expected: str = "
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """An integer of Python or NumPy, or a size that is traced; a bool is none."""
-    # An abstract class answers slowly, and an eager op asks about each of its numbers.
+    """True for an integer of Python or NumPy, or a traced size, but not for a bool."""
+    # Try `int` first: `isinstance` of an abstract class is slow, and an eager op checks each of its numbers.
     return type(value) is int or (isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool))
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A real number of Python or NumPy; a bool is none."""
+    """True for a real number of Python or NumPy, but not for a bool."""
     return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def check_number(name: str, value: Any) -> float:
-    """The number, as Python has it: NumPy would round what it is added to, and overflow where it is compared."""
+    """The number as a Python number. A NumPy number would round sums with it, and overflow in comparisons."""
     if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {type(value)}")
     if type(value) in (int, float):
@@ -50,13 +50,13 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """A number in (0, 1], which may be traced."""
+    """Raise unless the number, which may be traced, is in (0, 1]."""
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name}: expected a number in (0, 1], got {value}")
 
 
 def check_int(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
-    """An int in [least, most], as Python has it."""
+    """The value as a Python int; raises unless it is an int in [least, most]."""
     if not is_int(value):
         raise TypeError(f"{name}: expected an int, got {type(value)}")
     if value < least:
@@ -67,8 +67,8 @@ def check_int(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def check_bounds(alpha: float, beta: float) -> None:
-    """The bounds of the scores of `verify_sigmoid`."""
-    # So that 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), are float32 numbers.
+    """Check the bounds of the scores of `verify_sigmoid`."""
+    # With these, 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), fit float32.
     if not (-1e36 < alpha < -1e-36):
         raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {alpha}")
     if not (1e-36 < beta < 1e36):

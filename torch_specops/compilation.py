@@ -23,12 +23,12 @@ def choice(
 
     Args:
         wanted: True, False or "auto".
-        num_steps: eager steps, done and to come.
+        num_steps: eager steps, those done plus those that are certain to follow.
         obstacle: the reason why a model cannot be compiled; None if all can.
-        drafts_vary: True = the number of drafts depends on the text.
+        drafts_vary: True = the number of drafts depends on the tokens so far.
 
     Raises:
-        ValueError: another value; True for a model that cannot be compiled.
+        ValueError: another value of `wanted`; or True for a model that cannot be compiled.
     """
     if isinstance(wanted, bool):
         if wanted and obstacle is not None:
@@ -41,7 +41,7 @@ def choice(
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
-        # Text without a match has no drafts, and an eager forward takes the time of the tokens it reads.
+        # A sequence without a match has no drafts, and an eager forward then costs only the tokens it reads.
         return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled step always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
@@ -50,11 +50,11 @@ def choice(
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True)` with its own limit of graphs.
+    """`torch.compile(function, fullgraph=True)` with a separate limit of graphs.
 
-    torch counts graphs per code object, over all callers, and refuses the ninth. Decoders of many models, batch sizes
-    and K would reach that limit, so each compiles a copy of the code. Inductor's own checks of the strides of weights
-    and caches are off: guards have done them, and for a small model they take a tenth of a forward.
+    torch counts graphs per code object, over all callers, and refuses the ninth. Many models, batch sizes and values of
+    K would reach that limit, so each call compiles a copy of the code. Inductor's size asserts on weights and caches
+    are off: guards already check them, and they take a tenth of a small model's forward.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     copied = types.FunctionType(
@@ -69,7 +69,7 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
 
 @contextmanager
 def compile_errors_named() -> Iterator[None]:
-    """Shortens a torch compiler error, which fills pages, to an error whose last line says where and why.
+    """Shorten torch compiler errors, which fill pages, to one line that says where and why.
 
     Raises:
         RuntimeError: instead of the compiler's error, which is its cause.
@@ -80,7 +80,7 @@ def compile_errors_named() -> Iterator[None]:
         if not private.is_compiler_error(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # A first line such as "backend='inductor' raised:" says nothing without the next line.
+        # A first line such as "backend='inductor' raised:" needs the next line.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         frames = list(getattr(error, "real_stack", None) or ())
         place = f", in {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
@@ -90,8 +90,8 @@ def compile_errors_named() -> Iterator[None]:
 
 
 def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`compile_piece`, and once more where torch refuses a further graph: each value of an attribute, such as the scale
-    of an adapter, takes its own graph."""
+    """`compile_piece`, repeated when torch refuses a further graph: each value of an attribute, such as the scale of an
+    adapter, takes its own graph."""
     piece = compile_piece(function)
 
     def call(*args: Any) -> Any:
@@ -108,7 +108,7 @@ def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledPieces:
-    """Functions compiled once for each key, and kept: one graph for each.
+    """Functions compiled once per key, with one graph each.
 
     A copy or a pickle is empty, because compiled code belongs to its process.
     """
@@ -117,7 +117,7 @@ class CompiledPieces:
         self._pieces: dict[Hashable, Callable[..., Any]] = {}
 
     def get(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-        """`function`, compiled for calls of the shapes and numbers that the key stands for."""
+        """`function`, compiled for the shapes and numbers that the key identifies."""
         piece = self._pieces.get((function, key))
         if piece is None:
             piece = self._pieces[function, key] = _without_limit(function)

@@ -1,7 +1,7 @@
-"""Grammars: which tokens may come next in a text, for structured output.
+"""Grammars: which tokens may come next in a sequence, for structured output.
 
-`Grammar` is what the loop asks. `xgrammar` and `llguidance` make a `Grammar` from the library of that name,
-which they import when they are called.
+The loop uses a `Grammar`. `xgrammar` and `llguidance` make one with the library of that name, which they import when
+they are called.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 
 @runtime_checkable
 class Grammar(Protocol):
-    """The state of one text: which tokens may come next. Any class with these methods will do.
+    """The state of one sequence, which says which tokens may come next. Any class with these methods works.
 
-    The text is the new tokens: the prompt is not fed. A state belongs to one text, so every row and every call needs
-    its own object. A state that has accepted a token of another text is refused, and so is a state with an attribute
-    `num_accepted` other than 0. A class with `__slots__` needs "__weakref__" among them.
+    It is fed only the new tokens, not the prompt. Every row and every call needs a new object. One that has already
+    accepted a token is refused, and so is one with an attribute `num_accepted` other than 0. A class with `__slots__`
+    needs "__weakref__" among them.
 
     Examples:
         >>> import torch, torch_specops
@@ -49,28 +49,28 @@ class Grammar(Protocol):
 
         Args:
             bitmask: [rows, ceil(V / 32)] int32 on the CPU; bit v % 32 of word v // 32 = token v may come next. Bits at
-                or above V mean nothing.
-            row: the row to write; all of it is to be written.
+                or above V are ignored.
+            row: the row to write, as a whole.
         """
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; False = it may not come next, and the state is unchanged. An eos token may be asked about
-        too; nothing is asked after it."""
+        """Advance by a token; False = it may not come next, and the state is unchanged. The token may be an eos token,
+        after which the loop asks nothing more."""
 
     def rollback(self, count: int) -> None:
         """Undo the newest `count` accepted tokens, >= 0."""
 
 
 def xgrammar(compiled_grammar: Any) -> Grammar:
-    """A new text in a grammar of the library xgrammar.
+    """A `Grammar` for one sequence, from a compiled grammar of the library xgrammar.
 
     Args:
-        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of texts may share. Its stop tokens are the
-            eos tokens of its `TokenizerInfo`, which should match the row's.
+        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of sequences may share. Its stop tokens are
+            the eos tokens of its `TokenizerInfo`, which should match the row's.
 
     Raises:
         ModuleNotFoundError: xgrammar is not installed.
-        TypeError: no compiled grammar.
+        TypeError: not a compiled grammar.
 
     Examples:
         >>> import torch, xgrammar, torch_specops
@@ -91,17 +91,17 @@ def xgrammar(compiled_grammar: Any) -> Grammar:
 
 
 def llguidance(tokenizer: Any, grammar: str) -> Grammar:
-    """A new text in a grammar of the library llguidance.
+    """A `Grammar` for one sequence, from a grammar of the library llguidance.
 
     Args:
-        tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, which is converted in about
-            half a second: for several texts, convert it once with `llguidance.hf.from_tokenizer`.
+        tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, which is converted in about half a
+            second: for several sequences, convert it once with `llguidance.hf.from_tokenizer`.
         grammar: as `llguidance.LLMatcher` takes it, for example from `LLMatcher.grammar_from_json_schema`.
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
-        TypeError: no such tokenizer.
-        ValueError: no such grammar.
+        TypeError: a wrong tokenizer.
+        ValueError: a wrong grammar.
 
     Examples:
         >>> import torch, torch_specops
@@ -133,10 +133,10 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
 
 
 class _Matcher:
-    """A matcher with the methods of xgrammar's, whose vocabulary may have more or fewer tokens than the logits.
+    """A `Grammar` from a matcher with xgrammar's methods, whose vocabulary size may differ from that of the logits.
 
     Attributes:
-        num_accepted: tokens that it has accepted and not rolled back, whoever asked it.
+        num_accepted: the tokens accepted and not rolled back, by any caller.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -166,17 +166,17 @@ class _Matcher:
             return
         self._matcher.fill_next_token_bitmask(bitmask, row)
         if self._vocab_size % 32:
-            # xgrammar sets bits beyond its vocabulary where all tokens are allowed.
+            # xgrammar sets bits beyond its vocabulary if all tokens are allowed.
             bitmask[row, -1] &= (1 << self._vocab_size % 32) - 1
 
 
 class _LLGuidance:
-    """A matcher of llguidance with the methods of xgrammar's."""
+    """A matcher of llguidance with xgrammar's methods."""
 
     def __init__(self, matcher: Any, eos_tokens: list[int]) -> None:
         self._matcher = matcher
         self._eos_tokens = eos_tokens
-        # Once no other token is possible, the library allows eos tokens and does not count them.
+        # Once only eos tokens are possible, the library allows them without counting them.
         self._has_ended = False
 
     def fill_next_token_bitmask(self, bitmask: Tensor, row: int) -> None:
@@ -201,7 +201,7 @@ class _LLGuidance:
         self._check()
 
     def _check(self) -> None:
-        # It remembers an error and raises none.
+        # The matcher stores errors instead of raising them.
         if self._matcher.is_error():
             raise RuntimeError(f"llguidance: {self._matcher.get_error().splitlines()[0]}")
 
@@ -211,17 +211,17 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-# For each byte of a bitmask, the numbers to add to the logits of its eight tokens.
+# The numbers to add to the logits of eight tokens, for each value of their byte in a bitmask.
 _OF_BYTES = torch.where(
     torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu") & 1 == 1, 0.0, -math.inf
 )
 
 
 def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """The logits [B, n, V], with -inf (or NaN, where they are infinite) for the tokens that a bitmask
+    """The logits [B, n, V], with -inf (or NaN, where a logit is infinite) for tokens that the bitmask
     [B, n, ceil(V / 32)] does not allow."""
     if is_eager_cpu(logits, bitmask):
-        # By far the fastest of torch's eager forms on a CPU.
+        # On a CPU this is by far the fastest eager form.
         added = torch.nn.functional.embedding(bitmask.view(torch.uint8).int(), _OF_BYTES.to(logits.dtype))
         return logits + added.flatten(2)[..., : logits.shape[2]]
     bits = bitmask.unsqueeze(3) >> torch.arange(32, dtype=torch.int32, device=bitmask.device) & 1

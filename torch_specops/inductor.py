@@ -1,5 +1,5 @@
-"""An opt-in pass for `torch.compile` that removes steps which a graph applies to logits just before one of our ops: the
-op reads logits of any dtype and strides, and takes a temperature. For
+"""An opt-in pass for `torch.compile` that removes steps on logits just before one of our ops, because the op itself
+reads any dtype and strides and takes a temperature. For
 
     verify_exact(target_logits.float() / 2, draft_tokens, draft_logits.float() / 2, u, s)
 
@@ -9,19 +9,18 @@ absorbs
 - a cast of bfloat16 or float16 to float32, and a copy (`.clone()`, `.contiguous()`) of contiguous rows,
 - a division in float32 by a constant power of two, if target and draft are divided alike and the op has no temperature.
 
-The op then computes with the same scaled logits, bit for bit, unless the division takes a finite logit beyond float32.
-On a CPU it returns the same tokens. On CUDA the order in which a kernel adds up a row depends on dtype and alignment,
-so a token can differ where the rounding of a sum decides.
+The op then computes with bitwise the same scaled logits, unless the division overflows a finite logit in float32. On a
+CPU it returns the same tokens. On CUDA the order in which a kernel adds up a row depends on dtype and alignment, so a
+token can differ if the rounding of a sum decides.
 
-For other temperatures the op's product with 1 / T differs from the quotient in its last bits. They are absorbed only
-on request: `any_temperature=True` also takes any other positive constant, and float32 tensors with a positive
-temperature for all rows or per sequence. Such a division stays if the op has a `draft_lse`, which was computed from the
-quotient.
+For other temperatures the op's product with 1 / T differs from the quotient in its last bits. They are absorbed only on
+request: `any_temperature=True` also absorbs other positive constants, and float32 tensors with a positive temperature
+for all rows or per sequence. Such a division stays if the op has a `draft_lse`, which was computed from the quotient.
 
-Not absorbed are steps whose result is also used elsewhere, divisors per token, casts to a narrower dtype, logits or
-temperatures that are written to before the op reads them, and everything before `filter_logits`, which returns logits
-in the dtype and scale of its input. On a CPU, Inductor fuses most of these steps into the op's own code, so there is
-little to gain except before an op with filters.
+The pass does not absorb steps whose result is also used elsewhere, divisors per token, casts to a narrower dtype,
+logits or temperatures that are written to before the op reads them, and anything before `filter_logits`, which returns
+logits in the dtype and scale of its input. On a CPU, Inductor fuses most of these steps into the op's own code, so
+there is little to gain except before an op with filters.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ config: Any
 CustomGraphPass: Any
 config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
-# A graph names an op or its only overload.
+# A graph node's target is an op or its only overload.
 _OPS: set[Any] = {getattr(_specops, name) for name in ops.__all__ if name != "filter_logits"}
 _OPS |= {op.default for op in _OPS}
-# Methods by their names. The dtypes and shapes of input and result tell what a call really does.
+# Methods are given by name. The dtypes and shapes of input and result show what a call does.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
 _COPIES |= {_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.contiguous.default}
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -62,8 +61,7 @@ _DIVISIONS = {"div", "true_divide", operator.truediv, torch.div, torch.true_divi
 
 
 def install(*, any_temperature: bool = False) -> None:
-    """Run the pass, after others at its hook, on everything that this thread compiles from now on; arguments as in
-    `absorb`.
+    """Run the pass, after other passes at its hook, on all later compilations of this thread; arguments as in `absorb`.
 
     Examples:
         >>> import torch_specops.inductor
@@ -84,10 +82,10 @@ def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
     """Run the pass on everything that is compiled inside. A function is compiled when it is first called.
 
     Args:
-        any_temperature: absorb divisions by temperatures that are no powers of two; rounding may change a token.
+        any_temperature: also absorb divisions by temperatures that are not powers of two; rounding may change a token.
 
     Yields:
-        How many steps were absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted
+        The number of steps absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted
             (with torch 2.13 and later).
 
     Examples:
@@ -111,7 +109,7 @@ def _other_passes() -> tuple[Any, ...]:
 
 
 class AbsorbPass(CustomGraphPass):  # type: ignore[misc]
-    """The other passes at the hook, then ours. It runs before the graph is traced, which decomposes the ops."""
+    """The other passes at the hook, then ours. It runs before tracing, which decomposes the ops."""
 
     def __init__(self, others: tuple[Any, ...], any_temperature: bool, absorbed: Counter[str]) -> None:
         self.others = others
@@ -126,13 +124,13 @@ class AbsorbPass(CustomGraphPass):  # type: ignore[misc]
                 self.absorbed.update(_absorb_before(node, self.any_temperature))
 
     def uuid(self) -> Any:
-        """None, which switches Inductor's cache off, if another pass has none."""
+        """None, which disables Inductor's cache, if another pass has no uuid."""
         uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         return (_DIGEST, self.any_temperature, *uuids) if all(uuids) else None
 
 
 def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
-    """Give the op the logits from before the steps that it can do itself; returns the kinds of these steps."""
+    """Give the op the logits before the steps that it can do itself. Returns the kinds of these steps."""
     target: Any = op.target
     parameters = private.schema(getattr(target, "default", target)).arguments
     given = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
@@ -157,12 +155,12 @@ def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
 
 
 def _steps_before(op: Node, node: Node) -> list[tuple[str, Node]]:
-    """The steps before the op, backwards, whose results only our ops read: kinds and nodes, at most one division."""
+    """The steps before the op whose results only our ops read, last first, as (kind, node); at most one division."""
     steps: list[tuple[str, Node]] = []
     while all(user.target in _OPS or (steps and user is steps[-1][1]) for user in node.users):
         kind = _kind(node)
         is_second_division = kind == "division" and kind in dict(steps)
-        # The op will read the input of the step, later than the step did.
+        # The op will read the step's input later than the step did, so nothing may write to it in between.
         if kind is None or is_second_division or not all(_unchanged(each, node, op) for each in node.all_input_nodes):
             break
         steps.append((kind, node))
@@ -180,7 +178,7 @@ def _kind(node: Node) -> str | None:
     is_float32 = before.dtype == after.dtype == torch.float32
     if node.target in _DIVISIONS and (is_wider or is_float32) and len(node.args) == 2 and not node.kwargs:
         return "division" if _is_shared(node.args[1], before) else None
-    # The ops read some rows twice, which takes longer than a copy if their entries are not contiguous.
+    # The ops read some rows twice, so rows that are not contiguous keep their copy.
     is_copy = before.dtype == after.dtype and statically_known_true(before.stride(-1) == 1)
     return None if node.target not in _COPIES else "cast" if is_wider else "copy" if is_copy else None
 
@@ -205,7 +203,7 @@ def _same_divisor(one: Any, other: Any) -> bool:
 
 
 def _temperature(op: Node, divisor: Any, like: Any) -> Node:
-    """[B] or [N] float32, as many as there are entries of a tensor; computed just before the op."""
+    """[B] or [N] float32, of the shape of `like`; computed just before the op."""
     with op.graph.inserting_before(op):
         if isinstance(divisor, Node):
             return op.graph.call_method("expand_as", (op.graph.call_method("reshape", (divisor, -1)), like))
@@ -223,7 +221,7 @@ def _unchanged(source: Node, start: Node, end: Node) -> bool:
 
 
 def _may_write(node: Node) -> bool:
-    """True if a call may write to its arguments, by its form; unknown forms may."""
+    """True if a call may write to its arguments, as its form tells; True for unknown forms."""
     target: Any = node.target
     if isinstance(target, type(_aten.clone.default)):
         return private.schema(target).is_mutable
@@ -232,7 +230,7 @@ def _may_write(node: Node) -> bool:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name.endswith("_") or name == "setitem" or (name[:1] == "i" and hasattr(operator, name)):
         return True
-    # True may stand for `inplace`.
+    # An argument True may be `inplace`.
     if "out" in node.kwargs or any(each is True for each in (*node.args, *node.kwargs.values())):
         return True
     is_torch = isinstance(target, types.FunctionType) and target.__module__.startswith("torch.")

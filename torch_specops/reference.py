@@ -16,26 +16,26 @@ from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
-# A residual of no more mass than this counts as empty.
+# A residual with a mass up to this counts as empty.
 LEAST_RESIDUAL = 2.0**-100
-# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+# q(x) is at most exp of this, so that float64 holds it for any `draft_lse`.
 LARGEST_EXPONENT = 700.0
-# The share of top_p from which a mass counts as having reached it. float32(0.8), for example, lies above 0.8, so eight
-# of ten equal tokens would not reach it.
+# A mass has reached top_p at this share of it. float32(0.8), for example, is above 0.8, so eight of ten equal tokens
+# would not reach it.
 TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     """[V] logits / T in float64: NaN counts as -inf (excluded); a finite value stays within float32's finite range,
-    and so does +inf. 1 / T stays within float32's normal range. T = 0 leaves the values as they are (a greedy row
-    compares them, nothing else)."""
+    and so does +inf. 1 / T stays within float32's normal range. T = 0 leaves the values as they are, because a greedy
+    row only compares them."""
     x = logits.double()
     z = x / min(max(temperature, 1.0 / FLOAT32_MAX), 1.0 / FLOAT32_TINY) if temperature > 0 else x
     return z.clamp(-FLOAT32_MAX, FLOAT32_MAX).masked_fill(~(x > -math.inf), -math.inf)
 
 
 def comparable_logits(logits: Tensor) -> Tensor:
-    """[V] what the filters order, in float64: NaN counts as -inf, +inf stays above every finite value."""
+    """[V] the values by which filters order tokens, in float64: NaN counts as -inf, +inf stays above finite values."""
     return logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
@@ -75,10 +75,10 @@ def argmax(logits: Tensor) -> int:
 def filter_bounds(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[float, int]:
-    """(cut, first) of a [V] row: what is kept are the v with x_v > cut, and those with x_v = cut and v >= first.
+    """(cut, first) of a [V] row, which keeps each v with x_v > cut, or with x_v = cut and v >= first.
 
-    x are `comparable_logits`: (-inf, 0) keeps every entry that is not excluded, (inf, V) none. A greedy row keeps all;
-    a row without a lawful temperature, top_p or min_p none.
+    x are the `comparable_logits`: (-inf, 0) keeps every entry that is not excluded, (inf, V) none. A greedy row keeps
+    all; a row with a negative temperature, or with a NaN temperature, top_p or min_p, keeps none.
     """
     if temperature == 0:
         return -math.inf, 0
@@ -111,7 +111,7 @@ def filter_bounds(
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """[V] the logits with what the filters remove, and NaN, as -inf."""
+    """[V] the logits, with -inf for NaN and for tokens that the filters remove."""
     x = comparable_logits(logits)
     cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
     kept = x > cut
@@ -121,7 +121,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
 
 
 def _of_row(values: Tensor | float | None, r: int, default: float) -> float:
-    """The number of row r; one number stands for all rows, None for the default."""
+    """The value of row r: a number is the value of all rows, None the default."""
     return default if values is None else float(values[r]) if isinstance(values, Tensor) else values
 
 
@@ -138,7 +138,7 @@ def filter_logits(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> Tensor:
-    """`specops::filter_logits` by its law; shapes and dtypes as in `torch_specops.filter_logits`."""
+    """`specops::filter_logits` in float64; shapes and dtypes as in `torch_specops.filter_logits`."""
     output = torch.empty(logits.shape, dtype=logits.dtype)
     for r in range(logits.shape[0]):
         t = _of_row(temperature, r, 1.0)
@@ -147,12 +147,12 @@ def filter_logits(
 
 
 def accepts(u: float, p_x: float, q_x: float) -> bool:
-    """u q(x) < p(x). Drafts with p(x) = 0 or q(x) = 0 fail whatever u is, even outside [0, 1)."""
+    """u q(x) < p(x). Drafts with p(x) = 0 or q(x) = 0 are rejected for any u, even outside [0, 1)."""
     return p_x > 0 and q_x > 0 and u * q_x < p_x
 
 
 def accepts_greedily(logits: Tensor, x: int, argmax_lenience: float) -> bool:
-    """True if a greedy row takes x: the argmax, or with lenience l < 1 any x of p(x) >= l max p, p the softmax at
+    """True if a greedy row accepts x: the argmax, or with lenience l < 1 any x with p(x) >= l max p, p the softmax at
     temperature 1 (Leviathan et al. appendix A.5)."""
     if argmax_lenience == 1:
         return x == argmax(logits)
@@ -175,7 +175,7 @@ def verify_exact(
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_exact` by its law; shapes and dtypes as in `torch_specops.verify_exact`."""
+    """`specops::verify_exact` in float64; shapes and dtypes as in `torch_specops.verify_exact`."""
     batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
@@ -232,7 +232,7 @@ def verify_block(
     min_p: Tensor | float | None = None,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_block` by its law; shapes and dtypes as in `torch_specops.verify_block`."""
+    """`specops::verify_block` in float64; shapes and dtypes as in `torch_specops.verify_block`."""
     batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
@@ -251,7 +251,7 @@ def verify_block(
         draft_filters = filters if filter_draft else _filters(b, None, None, None)
         targets = [probabilities(filtered(logits, t, *filters), t) for logits in target_logits[b]]
         drafts = []
-        # P_0, P_1 .. to the end of the block: a position without a draft, or where the target has no law.
+        # P_0, P_1 .. up to the end of the block, which is a position without a draft or without a finite target logit.
         reach = [1.0]
         for i in range(num_drafts):
             x = int(draft_tokens[b, i])
@@ -287,8 +287,8 @@ def _draft_probabilities(
     filters: tuple[int, float, float],
     vocab_size: int,
 ) -> Tensor:
-    """[V] q_i: one-hot at x without logits, else softmax of what the filters keep, normalised by `draft_lse` where it
-    was given."""
+    """[V] q_i: one-hot at x without logits, else the softmax over the kept tokens, normalised by `draft_lse` if it is
+    given."""
     if draft_logits is None:
         q = torch.zeros(vocab_size, dtype=torch.float64)
         q[x] = 1.0
@@ -312,7 +312,7 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_sigmoid` by its law; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
+    """`specops::verify_sigmoid` in float64; shapes and dtypes as in `torch_specops.verify_sigmoid`."""
     batch, num_drafts = draft_tokens.shape
     vocab_size = target_logits.shape[-1]
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
@@ -362,7 +362,7 @@ def sample(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::sample` by its law; shapes and dtypes as in `torch_specops.sample`."""
+    """`specops::sample` in float64; shapes and dtypes as in `torch_specops.sample`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     lse = torch.full((logits.shape[0],), -math.inf, dtype=torch.float32)
     for r in range(logits.shape[0]):
@@ -395,10 +395,10 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def noise_hash(seed: int, position: int, vocab_size: int) -> Tensor:
-    """[V] int64, of each token h(v) in [0, 2**32)."""
+    """[V] int64, the hash h(v) in [0, 2**32) of each token."""
     k0, k1 = noise_keys(seed, position)
     x = torch.arange(vocab_size) * 0x9E3779B9 & MASK ^ k0
-    # A product of 64 bits wraps around, which leaves its low half.
+    # 64-bit overflow does not change the low half of the product.
     x = (x ^ x >> 16) * (k1 | 1) & MASK
     return (x ^ x >> 15) * 0x735A2D97 & MASK
 
@@ -428,7 +428,7 @@ def sample_gumbel(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> Tensor:
-    """`specops::sample_gumbel` by its law; shapes and dtypes as in `torch_specops.sample_gumbel`."""
+    """`specops::sample_gumbel` in float64; shapes and dtypes as in `torch_specops.sample_gumbel`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     for r in range(logits.shape[0]):
         t = _of_row(temperature, r, 1.0)
@@ -450,7 +450,7 @@ def verify_gumbel(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`specops::verify_gumbel` by its law; shapes and dtypes as in `torch_specops.verify_gumbel`."""
+    """`specops::verify_gumbel` in float64; shapes and dtypes as in `torch_specops.verify_gumbel`."""
     batch, num_drafts = draft_tokens.shape
     output_tokens = torch.full((batch, num_drafts + 1), -1, dtype=torch.int64)
     num_accepted = torch.zeros(batch, dtype=torch.int64)

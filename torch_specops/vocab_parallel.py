@@ -1,9 +1,9 @@
 """Verification and sampling on logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
 
-Every rank of a process group holds some columns of the logits, which never leave it. A call makes a fixed number of
-all-gathers of a few numbers per row, three in `verify_exact` and two in `sample`; docs/design.md says what they
-contain. All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The functions
-trace with `torch.compile(fullgraph=True)`.
+Each rank of a process group holds some columns of the logits, and does not send them. A call makes a fixed number of
+all-gathers of a few numbers per row: three in `verify_exact`, two in `sample` (docs/design.md lists their contents).
+All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The functions trace
+with `torch.compile(fullgraph=True)`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def verify_exact(
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_specops.verify_exact` where every rank holds some columns of the logits: the same law, the same tokens.
+    """`torch_specops.verify_exact` for logits whose columns are split over ranks: the same law, the same tokens.
 
-    Except where float32 rounding decides, the tokens equal the op's on the whole logits; in greedy rows they
-    always do. Every rank gets the same tokens. Every rank of the group must call it, with its own logits and otherwise
-    equal arguments: nothing compares them.
+    The tokens equal the op's on the whole logits, except where float32 rounding decides; in greedy rows they always do.
+    Every rank gets the same tokens. Every rank of the group must call it, with its own logits and otherwise equal
+    arguments, which is not checked.
 
     Args:
         target_logits: [B, K+1, V_r], the columns of this rank, which follow the previous rank's; or [B, K+1, V],
@@ -70,7 +70,7 @@ def verify_exact(
     Raises:
         TypeError: an argument that is not a tensor, number or group, or has another dtype.
         ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
-            process group. An error that only some ranks raise leaves the others waiting.
+            process group. If only some ranks raise, the others keep waiting.
 
     Examples:
         >>> import torch, torch_specops.vocab_parallel
@@ -115,7 +115,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
         return torch.where(x >= 0, scale(walk.logits_of(logits, x.clamp(min=0)), inverse_t), -torch.inf)
 
-    # 1. The softmax statistics of every row, and the logit of each draft, from the rank that holds it.
+    # 1. Exchange the softmax statistics of every row, and the logit of each draft from the rank that holds it.
     z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
     z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
     own = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
@@ -146,7 +146,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
     n = walk.prefix_lengths(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
-    # 2. The mass of p and of the residual in each shard of row n.
+    # 2. Exchange the mass of p and of the residual in each shard of row n.
     rows = torch.arange(batch, device=n.device)
     z_p = z_target[rows, n]  # [B, V_r]
     weights = softmax_row(z_p, p_max[rows, n].float(), p_sum[rows, n])
@@ -160,7 +160,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
             of_shard = (weights - q).clamp(min=0)
-            # Equal logits mean p = q, which rounding (also of a given draft_lse) would hide.
+            # If the logits are equal, p = q, which rounding (also of a given draft_lse) could hide.
             differs = (z_p != z_q).any(-1).double()
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     mass, *of_residual = _all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
@@ -171,7 +171,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         mass = torch.where(use_residual, residual_mass, mass)
         weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
 
-    # 3. The token, from the rank that holds it. All ranks should have the same n; taking rank 0's makes it certain.
+    # 3. Exchange the token, which one rank holds. All ranks should have the same n; using rank 0's guarantees it.
     drawn = _draw_own(weights, mass, given.sample_uniforms, shards)
     last = _all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
@@ -186,7 +186,7 @@ def sample(
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_specops.sample` where every rank holds some columns of the logits: the same law, the same tokens.
+    """`torch_specops.sample` for logits whose columns are split over ranks: the same law, the same tokens.
 
     It makes two all-gathers. Every rank must call it, as with `torch_specops.vocab_parallel.verify_exact`.
 
@@ -226,7 +226,7 @@ def sample(
         own.append(lowest_argmax(z, z_max) + shards.offset)
     every = _all_gather(torch.stack([numbers.double() for numbers in own]), shards).unbind(1)
     top, total, parts = _merge_stats(every[0], every[1])
-    # Relative to the shard's own maximum, no weight that matters vanishes.
+    # Relative to the shard's maximum, no weight that matters underflows.
     weights = torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1))
     drawn = _draw_own(weights, parts, u, shards)
     last = _all_gather(torch.stack([drawn.double(), top + total.log()]), shards)
@@ -255,24 +255,24 @@ def _all_gather(x: Tensor, shards: Shards) -> Tensor:
 
 
 def _merge_stats(z_max: Tensor, z_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, ...] maxima and sums of exp(z - maximum), float64 -> the maximum over all shards [...], and relative to it
-    the sum [...] and each shard's part of it [R, ...]."""
+    """[R, ...] maxima and sums of exp(z - maximum), float64 -> the maximum over all shards [...], the sum relative to
+    it [...], and each shard's part of that sum [R, ...]."""
     top = z_max.amax(0)
     parts = z_sum * torch.exp(z_max - top.clamp(min=-FLOAT32_MAX))
     return top, parts.sum(0), parts
 
 
 def _merge_argmax(z_max: Tensor, index: Tensor) -> Tensor:
-    """[R, ...] maxima and the index of each shard's own, float64 -> the lowest index of the maximum over all shards,
-    -1 without a finite entry."""
+    """[R, ...] the maximum of each shard and its index, float64 -> the lowest index of the maximum over all shards, -1
+    without a finite entry."""
     top = z_max.amax(0)
     lowest = torch.where(z_max == top, index, torch.inf).amin(0)
     return torch.where(top > -torch.inf, lowest, -1.0).long()
 
 
 def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -> Tensor:
-    """[N, V_r], [R, N] masses of the shards, [N] -> [N] the token that the inverse CDF over all shards selects if this
-    shard holds it, else -1."""
+    """Weights [N, V_r], masses of the shards [R, N], uniforms [N] -> [N] the token that the inverse CDF over all shards
+    selects, if this shard holds it; else -1."""
     shard = draw(mass.transpose(0, 1), uniforms)
     cdf = mass.cumsum(0)
     index = shard.clamp(min=0).unsqueeze(0)
@@ -285,7 +285,8 @@ def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -
 def _place(
     given: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
 ) -> tuple[Shards, dict[str, Any]]:
-    """The split, and the arguments as plain tensors, with this rank's columns of the logits, at least one (-inf)."""
+    """The split, and the arguments as plain tensors. Of the logits they have this rank's columns, or one column of -inf
+    if it has none."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group: expected a mesh of one dimension, got {group.ndim}; take one by mesh['name']")
@@ -322,7 +323,8 @@ def _place(
 
 
 def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group over which the columns are sharded; of whole logits the mesh's, if it has one dimension."""
+    """The group over which the columns are sharded. For whole logits, the group of their mesh if it has one
+    dimension."""
     mesh, placements = logits.device_mesh, logits.placements
     sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     for placement in (placements[i] for i in sharded):

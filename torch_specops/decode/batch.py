@@ -1,4 +1,4 @@
-"""The rows of a batch: texts begin in them, steps add tokens, and rows end."""
+"""The rows of a batch: prompts are admitted to them, steps append tokens, and rows end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .rows import BatchRules, ask_row_rules
 from .state import Texts, moved, shapes_of
 from .step import StepPlan, unpack_record
 
-# For each row the tokens that a step emitted, drafts accepted, drafts proposed, and whether the row has ended.
+# Per row: the tokens that a step emitted, the drafts accepted, the drafts proposed, and whether the row has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
 
 
@@ -41,19 +41,19 @@ class KeptLogits(Protocol):
 
 
 class Batch:
-    """A batch of rows: their tensors, and what the host knows of them from the records read so far. On CUDA the device
-    may be one step ahead.
+    """A batch of rows: their tensors, and the host's copy of their tokens from the records read so far. On CUDA the
+    device may be one step ahead of the host.
 
     Args:
         steps: runs the steps.
         schedule: chooses the number of drafts.
-        prompts: the first texts. A finished row is free.
+        prompts: the first sequences. A finished row is free.
         capacity: slots of each row.
-        batch_rules: end rows too; None = there are none.
+        batch_rules: rules that judge all rows together and end them; None = there are none.
         logits: keeps the target's logits; None = they are not kept.
 
     Attributes:
-        rows: the texts.
+        rows: the sequences.
         state: their tensors.
         stats: counts and times.
     """
@@ -79,18 +79,18 @@ class Batch:
         self._logits = logits
         self._is_refilled = False
         self._pad_token_id = prompts.pad_token_id
-        # The texts that were begun in rows one by one.
+        # The sequences that were admitted one by one.
         self._texts = Texts()
         # The length of every row if the next step must read the prompts too; None = the target has read them.
         self._prefill_length: int | None = None
         # The number of steps without drafts since the last step with drafts.
         self._num_undrafted = 0
-        # The next step is compiled. Between compiled steps, eager steps run while a text needs more room.
+        # Whether the next step is compiled. Steps run eagerly while a sequence needs more than `ROOM`.
         self._is_compiled = steps.compiled
-        # A step that was read before its time, because the next step's masks depend on its tokens.
+        # The results of a step that was read early, because the next step's masks depend on its tokens.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
-        # Rows of which more was read than their tokens.
+        # Rows with inputs besides their tokens.
         self._rows_with_inputs = set(range(len(self.rows))) if inputs else set()
         # Steps do not depend on the sizes of images.
         has_images = inputs is not None and self._target.reads_images
@@ -105,10 +105,10 @@ class Batch:
         self.stats.prefill_seconds = time.perf_counter() - started
 
     def _start_models(self, inputs: Mapping[str, Tensor] | None, *, reads_first: bool) -> None:
-        """Let the models read the texts.
+        """Prefill the models.
 
         Args:
-            reads_first: before the first step, not in it.
+            reads_first: prefill before the first step, not in it.
         """
         steps, target, draft = self._steps, self._target, self._draft
         if draft is not None:
@@ -140,10 +140,11 @@ class Batch:
         steps.keep_valid_graphs()
 
     def read_again(self) -> None:
-        """Let the models read the texts so far, where another batch has used them in between.
+        """Prefill the models again, after another batch has used them.
 
         Raises:
-            RuntimeError: a row had inputs besides its tokens, which are not kept; or the vocabulary is smaller now.
+            RuntimeError: an unfinished row had inputs besides its tokens, which are not kept; or the vocabulary has
+                shrunk.
         """
         if any(not self.rows[index].ended for index in self._rows_with_inputs):
             raise RuntimeError(
@@ -156,8 +157,8 @@ class Batch:
         self.stats.prefill_seconds += time.perf_counter() - started
 
     def check_vocabulary(self) -> None:
-        """Called when the models were looked at. Raises a RuntimeError if a text that goes on may have tokens that the
-        target does not have any more."""
+        """Raise RuntimeError if the target's vocabulary has shrunk and a row is unfinished. Called after each look at
+        the models."""
         before, self._vocab_size = self._vocab_size, self._target.vocab_size
         if self._vocab_size < before and not all(self.finished):
             raise RuntimeError(f"target: expected its {before} tokens until the texts end, got {self._vocab_size}")
@@ -171,10 +172,10 @@ class Batch:
         return [row.finished for row in self.rows]
 
     def fill(self, texts: Mapping[int, Prompts]) -> None:
-        """Begin texts in rows that have ended, and let the models read the prompts.
+        """Begin new sequences in rows that have ended, and prefill their prompts.
 
         Args:
-            texts: row -> a batch of its new text alone.
+            texts: row -> its new prompt, as a batch of one.
         """
         started, draft = time.perf_counter(), self._draft
         self._is_refilled = True
@@ -190,7 +191,7 @@ class Batch:
         self.stats.prefill_seconds += time.perf_counter() - started
 
     def _fit(self) -> None:
-        """Give the state the eos tokens and the sampling of the texts in its rows."""
+        """Give the state the eos tokens and the sampling of the sequences in its rows."""
         state, fits = self._texts.fitted(self.state, self._steps.compiled)
         if state is None:
             return
@@ -201,7 +202,7 @@ class Batch:
         self._steps.compile_draft(is_compiled=fits)
 
     def replace_inputs(self, index: int, inputs: Mapping[str, Tensor]) -> None:
-        """Let the models read other inputs [1, ...] for a row that has ended: for their encoders, or images."""
+        """Replace the encoder inputs or the images [1, ...] of a row that has ended."""
         (self._rows_with_inputs.add if inputs else self._rows_with_inputs.discard)(index)
         with normal_tensors():
             self._target.replace_inputs(index, inputs)
@@ -210,38 +211,38 @@ class Batch:
         self._steps.keep_valid_graphs()
 
     def follow_models(self) -> bool:
-        """Called when the models were looked at, while rows go on. Returns whether any has changed."""
+        """Adapt to models that have changed, after a look at them. Returns whether any has."""
         has_changed = self._steps.follow_models()
         if has_changed:
             self._steps.compile_draft(is_compiled=self._is_compiled)
         return has_changed
 
     def end(self, index: int, reason: str) -> None:
-        """End a row where the host has seen it."""
+        """End a row after the last token that the host has seen."""
         row = self.rows[index]
         self._end_row(index, row.length)
         row.ended, row.reason = True, reason
         self._texts.end([index])
 
     def _end_row(self, index: int, length: int) -> None:
-        """Cut a row to this length, and end it. The host does not wait: the device does it before the next step."""
+        """Cut a row to this length, and end it, without waiting for the device."""
         self.state.lengths[index].fill_(length)
         self.state.finished[index].fill_(True)
 
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
-        """Copy the log-probabilities of a row's new tokens to tensors [n] and [n, N], as far as the batch has them."""
+        """Copy log-probabilities of a row's new tokens to tensors [n] and [n, N], if the batch computes them."""
         state, row = self.state, self.rows[index]
         for copy, kept in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
             if kept is not None:
                 copy.copy_(kept[index, len(row.prompt) : row.length])
 
     def step(self) -> Step:
-        """Run a step; returns the oldest that was not yet returned."""
+        """Launch a step; returns the oldest step that was not yet returned."""
         self._fit()
         results = None
         while results is None:
             planned = self._plan()
-            # The time of a step excludes compiling, and what the caller does between two steps.
+            # The time of a step excludes compilation and the caller's work between two steps.
             started = time.perf_counter()
             self._launch(planned)
             results = self._collect()
@@ -264,18 +265,18 @@ class Batch:
             if not is_compiled:
                 return planned
             if planned.asked.asks_again:
-                # What is verified may be fewer drafts than were looked up.
+                # Fewer drafts may be verified than were looked up.
                 self._prepare(min(steps.buckets), planned.is_masked)
             if not self._prepare(planned.num_draft_tokens, planned.is_masked):
                 return planned
             seconds = steps.ready[planned.num_draft_tokens, planned.is_masked]
             if seconds is None:
                 return planned
-            # Its time was measured, and the schedule may have another plan.
+            # Now that the step's time is measured, the schedule may plan another.
             self._planner.learn_time(planned, seconds)
 
     def _prepare(self, num_draft_tokens: int, is_masked: bool) -> bool:
-        """Returns False if the step was ready."""
+        """Compile and capture a step. Returns False if it was ready."""
         if (num_draft_tokens, is_masked) in self._steps.ready:
             return False
         if num_draft_tokens > 0:
@@ -284,14 +285,14 @@ class Batch:
         return True
 
     def _catch_up(self) -> None:
-        """Let the draft read what steps without drafts emitted, before it reads anything behind that."""
+        """Let the draft read the tokens of steps without drafts before it reads later tokens."""
         state, draft = self.state, self._draft
         if draft is not None and self._num_undrafted > 0:
             draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
         self._num_undrafted = 0
 
     def _launch(self, planned: PlannedStep) -> None:
-        """Begin a step. On CUDA it runs while the host goes on."""
+        """Begin a step. On CUDA it runs asynchronously."""
         started, steps = time.perf_counter(), self._steps
         is_compiled, num_draft_tokens = planned.asked.is_compiled, planned.num_draft_tokens
         if num_draft_tokens > 0:
@@ -326,7 +327,7 @@ class Batch:
 
     def _masks(self, is_compiled: bool, proposal: Draft) -> tuple[Draft, Tensor]:
         """The drafts to verify and their bitmask, for `StepPlan.masks`."""
-        # Waits for the drafts, and with them for the step before.
+        # This waits for the drafts, and so for the previous step.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
         read = self._reader.pop(early=True)
         if read is not None:
@@ -353,7 +354,7 @@ class Batch:
         num_before = [len(row.tokens) for row in self.rows]
         for index, (then, row) in enumerate(zip(planned.rows, self.rows, strict=True)):
             if then is not row or row.ended:
-                # The host has ended the text, which the device had not seen.
+                # The host ended the sequence after it launched this step.
                 tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
             else:
                 row.tokens += tokens[index]
@@ -388,7 +389,7 @@ class Batch:
                 self._draft.on_finished(self.state.tokens[ended], self.state.lengths[ended])
         return results
 
-    # Outside inference mode, because users train on what was generated.
+    # Not in inference mode, because users may train on the output.
     @torch.inference_mode(False)
     def output(self) -> GenerationOutput:
         """The sequences and statistics so far."""
@@ -399,7 +400,7 @@ class Batch:
         inside = torch.arange(width, device=device) < lengths.unsqueeze(1)
 
         def up_to_end(values: Tensor | None, nothing: float) -> Tensor | None:
-            """The new tokens of each row, and `nothing` where the device is ahead of the host."""
+            """The values up to each row's end, then `nothing`: the device may be ahead of the host."""
             if values is None:
                 return None
             is_new = inside if values.dim() == 2 else inside.unsqueeze(2)

@@ -1,4 +1,4 @@
-"""Runs steps, eagerly or compiled or on CUDA as captured graphs, and keeps what was compiled and captured for them."""
+"""Runs steps eagerly, compiled, or (on CUDA) as captured graphs, and caches the compiled pieces and graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StateOwner(Protocol):
 
 
 class CompiledSteps:
-    """The steps of a target and a draft. It has no rows: each call gets the state of its batch.
+    """The steps of a target and a draft. Each call is given the state of a batch.
 
     Args:
         target, draft, verify: the parts of a step.
@@ -43,8 +43,8 @@ class CompiledSteps:
     Attributes:
         buckets: the values of K that compiled steps have, ascending.
         compiled, compile_reason: whether steps are compiled, and why.
-        ready: the keys (K, whether there is a bitmask) of steps that are compiled and captured, and the seconds that a
-            captured step takes.
+        ready: (K, whether there is a bitmask) of each step that is compiled and captured -> the seconds that it takes
+            if captured, else None.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class CompiledSteps:
         self._compile = compile
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
-        # What compiled pieces take as constant.
+        # What compiled pieces treat as constant.
         self._shape: Hashable = None
-        # The state whose tensors the graphs read and write, and whose it is.
+        # The state whose tensors the graphs read and write, and its owner.
         self._static: DecodeState | None = None
         self._owner: weakref.ref[StateOwner] | None = None
-        # Of the models, when they were looked at last.
+        # The models' versions and compile keys at the last look.
         self._versions: list[Any] = []
         self._compile_keys: tuple[Hashable, ...] = ()
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
@@ -83,15 +83,15 @@ class CompiledSteps:
         self.choose_compile(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs belong to a process, and the text of a batch to its caller.
+        # Graphs belong to a process, and the state of a batch to its caller.
         own: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
         return vars(self) | own | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
 
     def choose_compile(self, num_new_tokens: float) -> None:
-        """Decide whether to compile, and why. Once steps are compiled, they stay compiled, if a model can be.
+        """Decide whether to compile, and why. Once compiled, steps stay compiled unless a model can no longer be.
 
         Args:
-            num_new_tokens: of the longest row of the batch to come.
+            num_new_tokens: the most new tokens of a row in the next batch.
         """
         models = models_of(self.target, self.draft)
         obstacle = next((why for model in models if (why := model.not_compiled)), None)
@@ -112,12 +112,12 @@ class CompiledSteps:
 
     @property
     def most_drafts(self) -> int:
-        """Of a row in a step, with those that its grammar forces."""
+        """The most drafts of a row in a step, including tokens that its grammar forces."""
         return max(*self.buckets, self.max_forced)
 
     @property
     def max_forced(self) -> int:
-        """How many tokens that grammars force may a row get in a step, instead of K drafts."""
+        """The most forced tokens of a row in a step beyond its K drafts; only eager steps without a draft have any."""
         return MAX_FORCED if self.draft is None and not self.compiled else 0
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
@@ -127,10 +127,13 @@ class CompiledSteps:
             )
 
     def place(self, owner: StateOwner, inputs: Hashable = None) -> DecodeState:
-        """The state that compiled steps read and write, with the values of its new owner: graphs hold the addresses.
+        """Copy the owner's state into the state that compiled steps read and write, because graphs hold its addresses.
 
         Args:
-            inputs: the shapes of what the target reads besides the tokens.
+            inputs: the shapes of the target's inputs besides the tokens.
+
+        Returns:
+            The state that compiled steps use.
         """
         state, before = owner.state, None if self._owner is None else self._owner()
         if before is not None and before is not owner:
@@ -138,7 +141,7 @@ class CompiledSteps:
         self._owner = weakref.ref(owner)
         shape = shape_of(state), inputs
         if shape != self._shape:
-            # The newest step may still be running. The models get the graphs' memory for the new batch.
+            # Wait for the newest step, then free the graphs' memory for the new batch.
             self.synchronize()
             self._forget_graphs()
         if self._static is None or shape_of(self._static) != shape_of(state):
@@ -148,16 +151,16 @@ class CompiledSteps:
         return self._static
 
     def compile_draft(self, *, is_compiled: bool) -> None:
-        """Let a draft that compiles itself do so for the shape in use, or not."""
-        # A source that is a module may have the `compile` of `nn.Module`.
+        """Tell a draft that compiles itself to compile for the current shape, or to run eagerly."""
+        # Ask the flag, because a source that is a module also has `nn.Module.compile`.
         if self.draft is not None and self.draft.compiles_itself:
-            # The draft has no pieces of its own if the step is one graph.
+            # If the step is one graph, the draft is compiled with it.
             key = self._shape, self._compile_keys
             self.draft.compile(key if is_compiled and not self.one_graph else None)
 
     def follow_models(self) -> bool:
-        """Called when the models were looked at. If any has changed, forget the graphs; compiled pieces are kept, which
-        torch and their keys tell apart. Returns whether any has."""
+        """Forget the graphs if any model has changed since the last look. Compiled pieces are kept: their keys and
+        torch's guards tell models apart. Returns whether any has changed."""
         versions = versions_of(self.target, self.draft)
         has_changed = versions != self._versions
         if has_changed:
@@ -198,7 +201,7 @@ class CompiledSteps:
         return time.perf_counter() - started
 
     def _replay_seconds(self, step: CapturedStep, plan: StepPlan) -> float:
-        """The time of a captured step; it must change no row."""
+        """Time a captured step. All rows must be finished, so that it changes none."""
         seconds = []
         for _ in range(3):
             self.synchronize()
@@ -216,7 +219,7 @@ class CompiledSteps:
         """Run one step.
 
         Returns:
-            The step's record; and the time (`time.perf_counter`) at which the drafts were there, None if one graph
+            The step's record; and the time (`time.perf_counter`) at which the drafts were ready, None if one graph
             proposes and verifies.
         """
         self._num_eager_steps += not self.compiled
@@ -235,7 +238,7 @@ class CompiledSteps:
         if not is_compiled:
             return verify_and_commit(self.target, state, proposal, self.verify, bitmask, plan), drafted
         if plan.choose is not None:
-            # All rows get as many, so that the step has a graph.
+            # All rows get the same number, because a compiled step has one K.
             num_draft_tokens = max(plan.choose(*checked_drafts(proposal, state, self.target)))
             first = replace(proposal, tokens=proposal.tokens[:, :num_draft_tokens].contiguous())
             proposal = first if num_draft_tokens > 0 else self._propose(state, 0)
@@ -276,7 +279,7 @@ class CompiledSteps:
     def _capture_in_two(
         self, state: DecodeState, num_draft_tokens: int, masks: Masks, stream: torch.cuda.Stream, pool: Any
     ) -> CapturedStep:
-        """A step whose graphs share a memory pool, and that reads a bitmask between them."""
+        """Capture proposing and verifying as two graphs that share a memory pool; the bitmask is made in between."""
         graph, proposal = None, self._propose(state, num_draft_tokens)
         if num_draft_tokens > 0:
             graph, proposal = capture(stream, pool, self._propose, state, num_draft_tokens)
@@ -289,7 +292,7 @@ class CompiledSteps:
 
 @contextmanager
 def _all_finished(state: DecodeState) -> Iterator[None]:
-    """All rows are marked as finished: a step emits nothing, and changes only cache slots that are not visible."""
+    """Mark all rows as finished: a step then emits nothing and writes only to cache slots that no token sees."""
     finished = state.finished.clone()
     try:
         state.finished.fill_(True)

@@ -71,8 +71,8 @@ def generate(
 
     Arguments, result and errors are as in `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
     transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
-    filters and penalties. Beam search is `torch_specops.beam.beam_search`. After an interrupt the text so far is lost
-    here; `SpeculativeDecoder.output` has it.
+    filters and penalties. Beam search is `torch_specops.beam.beam_search`. An interrupt loses the tokens so far; use a
+    `SpeculativeDecoder`, whose `output` returns them.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -119,20 +119,19 @@ class SpeculativeDecoder:
     Every emitted token has exactly the target's law, whatever the draft; at temperature 0 the output is the target's
     greedy continuation. The state lives on the target's device, and within a step the host never waits for it.
 
-    Compiled code is kept. Further prompts of the same batch size that fit `max_length` compile nothing. A new batch
-    size, a new capacity (multiples of 64 without `max_length`), another autocast, the first row that is sampled or
-    filtered, the first text that outgrows the draft, and a new length of an encoder's input each compile their own
-    pieces, once.
+    Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. A new batch
+    size, a new capacity (multiples of 64 without `max_length`), a change of autocast, the first row that is sampled or
+    filtered, the first sequence that outgrows the draft, and a new length of an encoder's input each compile once.
 
-    Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. If another call
-    has used its models in the meantime, a call lets them read its texts again, which costs a prefill. Inputs besides
-    the tokens (an encoder's, images) are not kept: such a call ends with a RuntimeError instead.
+    Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. A call prefills
+    its sequences again if another call has used its models in the meantime. Inputs besides the tokens (an encoder's,
+    images) are not kept, so such a call raises a RuntimeError instead.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
-            target alone, in the same loop. A draft that reads less than the target drafts as far as it can. A
-            `DraftSource` serves one decoder at a time.
+            target alone, in the same loop. A draft with a shorter context than the target stops drafting where its
+            context ends. A `DraftSource` serves one decoder at a time.
         num_draft_tokens: K >= 1, drafts per step; None = the draft's own number (`default_draft_tokens`), or 5. A
             `Schedule` object overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step
             uses the smallest sufficient K that is already compiled.
@@ -143,11 +142,11 @@ class SpeculativeDecoder:
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
             (`SamplingParams.from_generation_config` takes that). A mapping has fields of `SamplingParams`. `generate`
             can override it for one call.
-        verify: "gumbel" (`verify_gumbel`: the text of a row depends on its seed, and not on the draft); "exact"
-            (`verify_exact`: the same law, and accepts more drafts that were sampled); "block" (`verify_block`: the same
-            law, and on average at least as many); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with
-            probabilities); or a `Verifier`, which also has the settings of lossy verification. None = "gumbel" without
-            a draft and for deterministic drafts, otherwise "exact".
+        verify: "gumbel" (`verify_gumbel`: a row's tokens depend on its seed, not on the draft); "exact"
+            (`verify_exact`: accepts more of the drafts that were sampled); "block" (`verify_block`: accepts at least as
+            many as "exact" on average); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities); or a
+            `Verifier`, which also has the settings of lossy verification. None = "gumbel" without a draft and for
+            deterministic drafts, otherwise "exact".
         compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps to pay for it
             (about 8,000) are done or certain to follow, and never with a deterministic draft. `stats.compiled` says
             what was done and why.
@@ -158,8 +157,8 @@ class SpeculativeDecoder:
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
             differs from the target's; one `LanguageModel` as target and draft.
-        RuntimeError: from any method, while another thread uses this decoder, or another with the same `LanguageModel`
-            as its target or draft (docs/serving.md, "Threads"); or inside a step of such a decoder.
+        RuntimeError: from any method, while another thread uses this decoder or one that shares a `LanguageModel` with
+            it (docs/serving.md, "Threads"); or when called from inside a step of such a decoder.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -213,7 +212,7 @@ class SpeculativeDecoder:
         self._newest: Batch | Session | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The locks, handles, rules and grammars of a call belong to it.
+        # A call's locks, handles, rules and grammars are not pickled.
         return vars(self) | {"_newest": None}
 
     @property
@@ -254,46 +253,46 @@ class SpeculativeDecoder:
         """Continue every prompt to its eos or limit.
 
         Args:
-            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` gives
+            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` returns
                 them, or a column of such lists (pandas, Arrow, an array of objects); or a tensor or an array of numpy
                 [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
-                whose `end` is called whatever ends the call.
+                whose `end` is called even after an error.
             attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
                 with a warning if some rows of a tensor look padded.
             max_new_tokens: the most tokens to emit, one number or [B], >= 0; 128.
             sampling: for this call; None = the decoder's.
-            seed: an int, from which a 64-bit hash makes a seed for each row; or the rows' own seeds, int64 [B] as a
-                tensor, list or array. None draws an int. `stats.seeds` has the rows' seeds: passed as `seed`, they
-                reproduce the output. A row with the same row seed gets the same tokens in any batch, up to the
+            seed: an int, from which a 64-bit hash makes a seed for each row; or a seed for each row, int64 [B] as a
+                tensor, list or array. None draws an int. `stats.seeds` has the seeds of the rows, which reproduce the
+                output if passed as `seed`. A row with the same row seed gets the same tokens in any batch, up to the
                 rounding of the models; with "gumbel" also with any draft and schedule, otherwise with the same draft
                 and a constant schedule.
             eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
-            inputs: what the target's encoder reads, by name (`input_features` or `input_ids`, `attention_mask`); or the
-                images of all prompts, as a processor gives them (`pixel_values`, `image_grid_thw`, ...).
+            inputs: the inputs of the target's encoder, by name (`input_features` or `input_ids`, `attention_mask`); or
+                the images of all prompts, as a processor gives them (`pixel_values`, `image_grid_thw`, ...).
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
-                target's logits as they come; "processed" = after processors, temperature and filters (0 for greedy
+                target's unprocessed logits; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
-            top_logprobs: N >= 0: `output.top_logprobs` has the N most likely tokens in the place of every new token,
+            top_logprobs: N >= 0: `output.top_logprobs` has the N most likely tokens at the position of every new token,
                 with log-probabilities of the same kind ("raw" if `logprobs` is None).
             num_return_sequences: how many sequences each prompt gets; 1. They are adjacent rows, so arguments per row
                 have B * num_return_sequences entries.
             stop_strings: a string or several, or a list of them for each row. Each ends a row with the token that
                 completes it, as in transformers: the string may begin in the prompt, and the token stays. None = none.
             tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
-            grammar: what restricts the new tokens of a row: a `Grammar`, or a list with a `Grammar` or None for each
-                row. The target's distribution is the softmax of its processed logits over the tokens that the grammar
-                allows; filters come after.
+            grammar: a `Grammar` that restricts the new tokens, or a list with a `Grammar` or None for each row. The
+                target's distribution is the softmax of its processed logits over the tokens that the grammar allows;
+                filters apply afterwards.
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
             warning; the other rows continue. After a KeyboardInterrupt, `output` has the tokens so far.
 
         Raises:
-            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens that exceed what the target
-                can read. A draft that can read less stops drafting there.
+            TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens beyond the target's context. A
+                draft with a shorter context only stops drafting.
         """
         refuse_unknown("SpeculativeDecoder.generate", unknown)
         arguments = GenerateArguments(
@@ -322,7 +321,7 @@ class SpeculativeDecoder:
         batch_rules: BatchRules | None = None,
         logits: KeptLogits | None = None,
     ) -> GenerationOutput:
-        """`generate`, for callers with other rules for the ends of rows, or that keep the target's logits."""
+        """`generate` with further rules that end rows, or with an object that keeps the target's logits."""
         with self._guard.working():
             batch, stream = self._begin(input_ids, arguments, row_rules, batch_rules, logits)
             put, end = streamer_calls(streamer, input_ids, len(batch.rows))
@@ -396,11 +395,11 @@ class SpeculativeDecoder:
         top_logprobs: int = 0,
         **unknown: NoReturn,
     ) -> Session:
-        """Rows for requests that arrive over time: a server's, for example. One thread runs the steps, others submit.
+        """Serve requests that arrive over time, as in a server. One thread runs the steps; any thread may submit.
 
-        The first request that is sampled, that uses some filter or processor, or that outgrows the draft, compiles its
-        own pieces, once; others compile nothing. Beside a request with very many words or eos tokens, compiled steps
-        run eagerly (docs/serving.md). `compile="auto"` decides when this is called.
+        The first request that is sampled, the first that uses a given filter or processor, and the first that outgrows
+        the draft each compile once. While a row has a request with very many words or eos tokens, steps run eagerly
+        (docs/serving.md). `compile="auto"` decides in this call.
 
         Args:
             batch_size: how many rows there are.
@@ -436,11 +435,11 @@ class SpeculativeDecoder:
         request.
 
         Args:
-            requests: `Request`s, or prompts [P] for requests with the defaults. Each is read when a row is free for it,
-                and all rows wait for it: a queue that may be empty is for `session`.
+            requests: `Request`s, or prompts [P] for requests with the defaults. Each is taken when a row is free, and
+                all rows wait for it; for a queue that may be empty, use `session`.
             batch_size, logprobs, top_logprobs: as in `session`.
-            max_length: as there; None = the decoder's, or what the longest request of a list (or another collection)
-                needs.
+            max_length: as in `session`; None = the decoder's, or the length of the longest request in a list (or
+                another collection).
             progress: show a progress bar with the tokens per second (tqdm).
 
         Returns:
@@ -465,7 +464,7 @@ class SpeculativeDecoder:
     def _begin(
         self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, Stream]:
-        """Check a call, then take the models from other streams, and read the prompts."""
+        """Check a call, take the models from other streams, and prefill the prompts."""
         with self._guard.working():
             self._guard.look_for_call()
             prompts = read_prompts(
@@ -489,8 +488,8 @@ class SpeculativeDecoder:
 
 
 class _Steps(Iterator[Step]):
-    """The steps of a batch. A call that the guard refuses has changed nothing, and the next call goes on; a generator
-    would be over. Any other error, or an interrupt, may leave half a step."""
+    """The steps of a batch. After a call that the guard refuses, the next call continues; a generator would have ended.
+    Any other error or an interrupt may leave a step incomplete, and ends the stream."""
 
     def __init__(self, guard: Guard, batch: Batch, stream: Stream) -> None:
         self._guard = guard

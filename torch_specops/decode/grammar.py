@@ -12,16 +12,16 @@ from ..drafts import Draft
 from ..grammars import Grammar, num_words
 from .rows import Row
 
-# Without a draft, a row gets at most so many tokens in a step that its grammar forces.
+# The most forced tokens of a row in a step without a draft.
 MAX_FORCED = 16
 
-# The grammars that texts have used, by `id`: a class may compare its objects by value, or not be hashable.
+# The grammars that sequences have used, by `id`, because a class may compare its objects by value or not be hashable.
 _used: dict[int, weakref.ref[Grammar]] = {}
 _USED = "it is the state of one text, and another text has used it; make a new grammar for every row and call"
 
 
 def check_grammar(grammar: object) -> None:
-    """Raise if this is no grammar, or if another text has used it."""
+    """Raise if this is no grammar, or if another sequence has used it."""
     if isinstance(grammar, type) or not isinstance(grammar, Grammar):
         raise TypeError(
             "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
@@ -57,25 +57,26 @@ def masks_of(
     max_drafts: int,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The drafts to verify, and which tokens may come next at each position: after the text and the drafts before it.
+    """The drafts to verify, and which tokens may come next at each position, after the sequence and the drafts before
+    it.
 
-    A forbidden draft of a deterministic source is left out with those behind it, and tokens that the grammar forces
-    take the free places. A forbidden draft that was sampled stays: p is 0 for it, so that it is rejected, and the next
-    token comes from the residual. Without the draft it would come from p, which is another law.
+    A forbidden draft of a deterministic source is dropped with the drafts after it, and forced tokens fill the free
+    positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn from
+    the residual. Without the draft the next token would be drawn from p, which would change the law.
 
-    A grammar that raises at a position, or allows nothing there, is a dead end: the position allows no token, and the
-    row ends with an error if its text comes that far.
+    If the grammar raises at a position or allows no token there, the mask of the position is empty, and the row ends
+    with an error when it gets there.
 
     Args:
         rows: B of them.
-        drafts: of each row; the first outside [0, V) ends them.
+        drafts: the drafts of each row; they end before the first outside [0, V).
         vocab_size: V, of the logits.
         deterministic: whether the drafts were not sampled.
-        max_drafts: of a row, with those that its grammar forces.
-        width: K; None = as many as the rows have.
+        max_drafts: the most drafts of a row, including forced tokens.
+        width: K; None = the most drafts of any row.
 
     Returns:
-        [B, K] int64, -1 where there is no draft; and the bitmask [B, K + 1, ceil(V / 32)] int32; both on the CPU.
+        [B, K] int64, -1 after the drafts of a row; and the bitmask [B, K + 1, ceil(V / 32)] int32; both on the CPU.
     """
     chosen = [list(own) for own in drafts]
     size = max([max_drafts, *map(len, chosen)]) + 1
@@ -91,10 +92,10 @@ def masks_of(
 
 
 def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
-    """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses a
-    token: the text then ends before it, with an error."""
+    """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses a token:
+    the row then ends before it, with an error."""
     if start == 0 < len(row.tokens):
-        # Not before the first token: until then the grammar is new, and another call may have it.
+        # Mark it only at the first token: until then the grammar is unused, and another call may take it.
         _mark_used(grammar)
     place = start
     try:
@@ -116,7 +117,7 @@ def all_allowed(vocab_size: int, proposal: Draft) -> tuple[Draft, Tensor]:
 
 
 class _Walk:
-    """Leads a grammar over a row's drafts, and back.
+    """Advances a grammar over a row's drafts, and rolls it back.
 
     Args:
         bitmask: [n, ceil(V / 32)] int32, ones; is written.
@@ -165,14 +166,14 @@ class _Walk:
     def _fill(self, place: int) -> None:
         self._grammar.fill_bitmask(self._bitmask, place)
         if self._vocab_size % 32:
-            # Bits beyond the vocabulary mean nothing.
+            # Clear the bits beyond the vocabulary.
             self._bitmask[place, -1] &= (1 << self._vocab_size % 32) - 1
 
     def _allows(self, place: int, token: int) -> bool:
         return int(self._bitmask[place, token // 32].item()) >> token % 32 & 1 == 1
 
     def _only_token(self, place: int) -> int:
-        """The token, if the grammar allows a single token, else -1."""
+        """The only token that the grammar allows; -1 if it allows several."""
         words = self._bitmask[place].nonzero()
         if len(words) == 0:
             raise _Contradiction("allows no token")
@@ -194,7 +195,7 @@ class _Walk:
 
 
 class _Contradiction(Exception):
-    """A grammar that leaves no way on."""
+    """A grammar that allows no token, or refuses one that its mask allows."""
 
 
 def _text_of(error: Exception) -> str:

@@ -15,13 +15,13 @@ from .step import Masks
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step in one graph; or in two, where the host asks grammars between proposing and verifying.
+    """A step in one graph, or in two if the host asks grammars between proposing and verifying.
 
     Args:
-        verify: the only graph, or the second.
-        record: what it writes.
+        verify: the graph of the step, or of its verification if there are two.
+        record: the output of `verify`.
         propose: the first graph; None = there is none, or it would be empty.
-        proposal: what it writes; None = the step is one graph.
+        proposal: the output of `propose`; None = the step is one graph.
         inputs: the drafts' tokens [B, K] and the bitmask that the second graph reads.
     """
 
@@ -46,10 +46,10 @@ class CapturedStep:
 def capture(
     stream: torch.cuda.Stream, pool: Any, function: Callable[..., Any], *arguments: Any
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, and what the call returned: tensors that a replay writes."""
+    """Capture a call. Returns the graph and the result of the call, whose tensors a replay writes."""
     graph = torch.cuda.CUDAGraph()
-    # torch's defaults would capture on a stream of the device that captured first, and would keep other threads from
-    # using CUDA meanwhile.
+    # By default torch would capture on a stream of the device that captured first, and block CUDA calls of other
+    # threads.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         return graph, function(*arguments)
 

@@ -1,4 +1,4 @@
-"""Keeps a model in one thread at a time, and tells streams apart that take turns with its models."""
+"""Lets one thread at a time use a model, and records which stream's sequences its cache holds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from .models import check_read_once, evaluating, look_at, mode_of, models_of, ve
 
 Autocast = torch.dtype | None
 
-# Shared by all decoders of a model, because it has one cache: the "thread" at work, the "stream" whose texts it has
-# read, and "in_step" while it reads. A transformers model gets an adapter, and with it a cache, for each decoder.
+# One entry per model, shared by all its decoders because it has one cache: the "thread" at work, the "stream" whose
+# sequences the cache holds, and "in_step" during a step. A transformers model gets an adapter with a cache for each
+# decoder.
 _uses: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 _guards: WeakSet[Guard] = WeakSet()
 _lock = threading.Lock()
@@ -29,10 +30,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The texts of one call.
+    """Identifies the sequences of one call.
 
     Args:
-        autocast: the `torch.autocast` that it began under.
+        autocast: the dtype of `torch.autocast` when the call began; None = off.
     """
 
     autocast: Autocast
@@ -58,7 +59,7 @@ class Guard:
         return Guard, self._parts
 
     def bind(self, draft: DraftSource) -> None:
-        """Bind the guarded draft to the target, before any call. Other streams of the draft read their texts again.
+        """Bind the guarded draft to the target, before any call. Other streams of the draft prefill again.
 
         Raises:
             ValueError: a model would be read in two places.
@@ -78,23 +79,24 @@ class Guard:
         return stream
 
     def take_models(self, stream: Stream) -> bool:
-        """Called before the models read for a stream; returns whether they have read for another stream since."""
+        """Give the models to a stream before it uses them. Returns whether another stream has used them since its last
+        turn."""
         has_changed = any(use.get("stream") is not stream for use in self.uses)
         for use in self.uses:
             use["stream"] = stream
         return has_changed
 
     def look(self) -> RuntimeError | None:
-        """`look_at` the models before texts begin in rows. Called outside `computing`, whose mode it decides."""
+        """`look_at` the models before sequences begin. Called outside `computing`, whose mode it decides."""
         misfit = look_at(*self._parts)
-        # Ask once for all steps: a model looks for its first parameter.
+        # Ask once for all steps, because a model searches its parameters for its device.
         self._device = self._parts[0].device
         self._mode = mode_of(*self._parts)
         return misfit
 
     def look_for_call(self) -> None:
-        """`look` before the texts of a call begin. If a model has changed, other streams read their texts again, even
-        where the call is refused."""
+        """`look` before a call begins. If a model has changed, other streams prefill again, even if the call is
+        refused."""
         before = versions_of(*self._parts)
         try:
             self.look()
@@ -105,8 +107,8 @@ class Guard:
 
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
-        """`working`, in a step or while prompts are read: without gradients (`mode_of`), under the stream's autocast,
-        and on the target's device: Triton launches on the current device, and streams of CUDA belong to it."""
+        """`working`, for a step or a prefill: without gradients (`mode_of`), under the stream's autocast, and with the
+        target's device as the current one, because Triton launches there and CUDA streams belong to it."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self.working(), self._in_step(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield
@@ -122,7 +124,7 @@ class Guard:
                 use.pop("in_step", None)
 
     def working(self) -> AbstractContextManager[None]:
-        """May be nested in one thread, but not inside `computing`.
+        """Claim the models for this thread. May be nested, but not inside `computing`.
 
         Raises:
             RuntimeError: this thread is inside `computing`; or, when it is entered, another thread is at work.
@@ -137,7 +139,7 @@ class Guard:
                 "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
                 "read; make another decoder for it (they may share transformers models)"
             )
-        # A call inside a call may use further models.
+        # A nested call may use models that the outer call does not.
         free = [use for use in uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
 
@@ -145,7 +147,7 @@ class Guard:
     def _working(self, uses: list[dict[str, Any]], thread: int) -> Iterator[None]:
         try:
             try:
-                # Atomic: of several threads the first is stored.
+                # `setdefault` is atomic: the first thread is stored.
                 if any(use.setdefault("thread", thread) != thread for use in uses):
                     raise RuntimeError(
                         "SpeculativeDecoder: another thread is using this decoder or its target or draft, which have "
@@ -156,7 +158,7 @@ class Guard:
             finally:
                 _release(uses, thread)
         finally:
-            # Once more, because an interrupt may have come in between.
+            # Again, because an interrupt may have stopped the first attempt.
             _release(uses, thread)
 
 
@@ -168,7 +170,7 @@ def _release(uses: list[dict[str, Any]], thread: int) -> None:
 
 
 def _has_cache(part: object) -> bool:
-    """Whether calls leave something in a model or draft that they read again."""
+    """Whether a model or draft keeps state from one call to the next."""
     return not isinstance(part, DraftSource) or isinstance(part, SampledDraft) or len(part.feature_layers) > 0
 
 
@@ -181,7 +183,7 @@ def _use_of(model: object) -> dict[str, Any]:
 
 
 def _begin_child() -> None:
-    """In a forked process only the forking thread runs on. What other threads were reading is incomplete."""
+    """In a forked process only the forking thread continues. State that other threads were writing is incomplete."""
     _lock.release()
     thread = threading.get_ident()
     for guard in _guards:
@@ -196,14 +198,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def autocast_of(device: torch.device) -> Autocast:
-    """The `torch.autocast` of this thread, as far as it concerns a device; None = it is off."""
+    """The dtype of this thread's `torch.autocast` for a device; None = it is off."""
     if not is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def _autocast(device: torch.device, wanted: Autocast) -> AbstractContextManager[Any]:
-    """Another thread, or a caller who has left the block, must not change what a text is computed in."""
+    """Autocast as a stream began: the thread or block that runs a later step must not change its dtype."""
     if autocast_of(device) == wanted:
         return nullcontext()
     return torch.autocast(device.type, dtype=wanted, enabled=wanted is not None)

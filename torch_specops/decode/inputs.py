@@ -1,4 +1,4 @@
-"""Checks and converts what a caller passes to the loop: models, prompts and the settings of each row."""
+"""Checks and converts the arguments of the loop: prompts, and the settings of each row."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Prompts:
     """A batch of prompts, checked, on the CPU.
 
     Args:
-        state: before the first step, as wide as the longest prompt. A row without new tokens has ended.
-        rules: what ends each row besides its eos and limit.
-        grammars: what restricts each row's new tokens, None where nothing does.
+        state: before the first step, as wide as the longest prompt. A row with `max_new_tokens` = 0 has ended.
+        rules: end each row, besides its eos and limit.
+        grammars: restrict the new tokens of each row; None = no restriction.
         pad_token_id: fills a sequence after its end.
         inputs: the input of the target's encoder for each sequence, by name, or the images of all prompts; None =
             nothing.
-        num_copies: sequences of each prompt, which stand together.
+        num_copies: sequences of each prompt, in adjacent rows.
     """
 
     state: DecodeState
@@ -72,7 +72,7 @@ class Prompts:
     num_copies: int = 1
 
     def rows(self) -> list[Row]:
-        """The texts, as the host follows them."""
+        """The rows as the host tracks them."""
         state = self.state
         of_rows = (each.tolist() for each in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
         return [
@@ -105,10 +105,10 @@ def read_prompts(
     min_new_tokens: int = 0,
 ) -> Prompts:
     """Check the arguments of a call; `SpeculativeDecoder.generate` documents them. None for eos or pad tokens means
-    the target's own.
+    the target's.
 
     Args:
-        row_rules: what else ends a row, for all rows.
+        row_rules: further rules that end rows, for all rows.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
@@ -176,7 +176,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
 
 def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:
     """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target can read; warn
-    if the target can read it, but was made for shorter texts."""
+    if the target can read it, but was made for shorter sequences."""
     if max_length is not None and longest > max_length:
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
@@ -240,7 +240,7 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
 
 def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
     given: Any = grammar
-    # A string is a sequence, but no list of grammars.
+    # A string is a sequence too, but not a list of grammars.
     rows = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given] * batch
     if len(rows) != batch:
         raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
@@ -253,8 +253,8 @@ def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
 
 
 def _read_seeds(seed: Seed, batch: int) -> Tensor:
-    """[B] int64: the seeds given, or those that `uniforms.row_seeds` makes of an int. None draws an int from torch's
-    default generator."""
+    """[B] int64: the given seeds, or the hash of an int by `uniforms.row_seeds`. None draws an int from torch's default
+    generator."""
     expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
     if isinstance(seed, Tensor) and seed.dtype != torch.int64:
         raise TypeError(f"{expected}, got {seed.dtype}")
@@ -287,8 +287,8 @@ def _as_python(value: Any) -> Any:
 
 
 def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_token_id: int | None) -> None:
-    """Warn if some rows look padded: they begin or end with a longer run of a suspect than others. What all rows have
-    is taken for text, but only a single pad token."""
+    """Warn if some rows look padded: they begin or end with a longer run of a suspect token than other rows. A run that
+    all rows have counts as text, but only one token of it if it is the pad token."""
     for verb, rows in (("begins", tokens), ("ends", tokens.flip(1))):
         for token in sorted(set(rows[:, 0].tolist()).intersection(suspects)):
             runs = (rows == token).long().cumprod(1).sum(1)
@@ -296,7 +296,7 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
             if token == pad_token_id:
                 of_text = min(of_text, 1)
             elif token == 0 and verb == "ends":
-                # In many vocabularies it is an exclamation mark.
+                # Token 0 is an exclamation mark in many vocabularies.
                 of_text += 1
             if bool((runs > of_text).any()):
                 kind = "the pad token" if token == pad_token_id else "token"
@@ -322,7 +322,7 @@ def as_prompt(name: str, values: Any) -> Tensor:
 
 def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     """A list of prompts, and of their masks if there are any, as tensors with padding on the right."""
-    # A column of pandas, Arrow or polars, whose array has a list for each row.
+    # Convert a column of pandas, Arrow or polars to an array with a list per row.
     columns = (each.to_numpy() if hasattr(each, "to_numpy") else each for each in (input_ids, attention_mask))
     input_ids, attention_mask = map(_of_numpy, columns)
     if not isinstance(input_ids, (list, tuple)):
@@ -370,7 +370,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
     lengths = is_token.sum(1)
     if bool((lengths == 0).any()):
         raise ValueError(f"attention_mask: expected a token in every row, got none in row {int(lengths.argmin())}")
-    # The text of a row has one beginning: at the start, or after padding.
+    # A row's tokens are contiguous, so they begin once: at the start, or after padding.
     begins = is_token & ~torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     if bool((begins.sum(1) > 1).any()):
         row = int((begins.sum(1) > 1).long().argmax())
@@ -382,7 +382,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
 
 
 def _of_rows(name: str, expected: str, given: Any, is_per_row: bool, batch: int) -> list[Any]:
-    """What is given for each row, or the same for all."""
+    """The value given for each row, or the one for all."""
     if not is_per_row:
         return [given] * batch
     if len(given) != batch:
@@ -395,7 +395,7 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
     given = _as_python(value)
     values = _of_rows(name, "one number or", given, isinstance(given, list), batch)
     for number in values:
-        # Lengths are sums of such numbers.
+        # Bounded so that sums of these numbers fit int64.
         checks.check_int(name, number, least, 2**31 - 1)
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 

@@ -1,4 +1,4 @@
-"""The error of a call that gets a keyword it does not have: it says what to pass instead."""
+"""The error for an unknown keyword, which says what to pass instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from ..sampling import SamplingParams
 
 _CUSTOM_GENERATE = "model.generate(..., custom_generate=torch_specops.hf.custom_generate) takes it"
-# Names that other libraries have for an argument, and what to pass: an argument of ours, or a sentence.
+# Argument names of other libraries -> what to pass: an argument of ours, or a sentence.
 INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
     **dict.fromkeys(("lenience", "argmax_lenience"), 'verify=torch_specops.Verifier("exact", lenience=...)'),
     **dict.fromkeys(("alpha", "beta"), 'verify=torch_specops.Verifier("sigmoid", alpha=..., beta=...)'),
@@ -38,7 +38,7 @@ INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in
     "token_streamer": "streamer=...",
     "token_type_ids": "the tokenizer leaves it out with return_token_type_ids=False",
 }
-# The same for `custom_generate`. transformers takes these for inputs of the model.
+# The same for `custom_generate`, where transformers would pass these names to the model as inputs.
 IN_CUSTOM_GENERATE = {
     "draft": "assistant_model=... or draft_model=...",
     "logprobs": "output_logits=True with return_dict_in_generate=True",
@@ -49,7 +49,7 @@ IN_CUSTOM_GENERATE = {
 
 
 def refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
-    """Raise a TypeError that names the first of these keywords, which the call does not have, and says what to pass."""
+    """Raise a TypeError that names the first unknown keyword and says what to pass instead."""
     for name in unknown:
         raise TypeError(f"{name}: {call} has no such argument; {_advice(name, call, _keywords())}")
 
@@ -85,7 +85,7 @@ def _advice(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
 
 
 def _receivers(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
-    """Which other calls take a keyword, as the end of a sentence: if possible, what makes the decoder or requests."""
+    """The other calls that take a keyword, as the end of a sentence; those made before this call are preferred."""
     calls = [other for other in keywords if name in keywords[other]]
     made_before = ["SpeculativeDecoder"] + ["Request"] * call.endswith((".session", ".generate_many"))
     calls = [other for other in calls if other in made_before] or calls

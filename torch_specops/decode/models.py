@@ -1,4 +1,4 @@
-"""The models of a decoder: what their owners have changed, whether they fit each other, and how they are computed."""
+"""The models of a decoder: changes by their owners, checks that they fit each other, and the mode they run in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..models.base import LanguageModel, Part
 
 
 def models_of(*parts: Part | None) -> list[Part]:
-    """Models and drafts, and the models and drafts inside of them, which come first."""
+    """These models and drafts, each after the models and drafts inside of it."""
     found: list[Part] = []
     for part in parts:
         if part is not None:
@@ -22,18 +22,18 @@ def models_of(*parts: Part | None) -> list[Part]:
 
 
 def versions_of(*parts: Part | None) -> list[Hashable]:
-    """The `version` of every model, by which a look tells that it has found a change."""
+    """The `version` of every model, which changes when a look finds a change."""
     return [model.version for model in models_of(*parts)]
 
 
 def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> RuntimeError | None:
-    """Let the models take over what has changed in them (`LanguageModel.look`), and check that they fit each other.
+    """Let the models adapt to changes of their owners (`LanguageModel.look`), and check that they fit each other.
 
     Returns:
-        Why what was read of texts does not fit a model any more; None = it does. `start` forgets these texts.
+        Why a model's cache no longer fits it, so that only `start` may follow; None = it fits.
 
     Raises:
-        ValueError: a model that cannot be read any more; as `check_pair`.
+        ValueError: a model that can no longer be used; or as `check_pair`.
     """
     misfit = None
     for name, part in (("target", target), ("draft", draft)):
@@ -53,7 +53,7 @@ def _named(name: str, error: Exception) -> str:
 
 
 def check_read_once(target: LanguageModel, draft: Part | None) -> None:
-    """Raise ValueError if a model would be read in two places, with one cache."""
+    """Raise ValueError if a model with one cache would be used in two places."""
     models = [part for part in models_of(target, draft) if isinstance(part, LanguageModel)]
     for index, model in enumerate(models):
         if any(model is other for other in models[:index]):
@@ -64,8 +64,8 @@ def check_read_once(target: LanguageModel, draft: Part | None) -> None:
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
-    """Raise ValueError if the vocabulary or device of the draft, or of a source inside, is known and differs from the
-    target's, or if a model would be read in two places, with one cache."""
+    """Raise ValueError if the draft or a source inside of it has another vocabulary or device than the target, or if a
+    model with one cache would be used in two places."""
     if draft is None:
         return
     check_read_once(target, draft)
@@ -82,12 +82,12 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
 
 
 def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
-    """How to compute with these models and drafts without gradients: `torch.inference_mode`, in which a step of small
-    models takes up to a fifth less time; or `torch.no_grad`, if a user's code may keep what a forward computes
-    (`LanguageModel.is_observed`), because nobody can train with what was made in inference mode.
+    """The mode without gradients for these models and drafts: `torch.inference_mode`, in which a step of small models
+    takes up to a fifth less time; or `torch.no_grad` if user code may keep tensors of a forward
+    (`LanguageModel.is_observed`), because tensors made in inference mode cannot be used in training.
 
-    The mode may change between two steps. So what is written in more than one step is made outside inference mode
-    (`ops.tracing.normal_tensors`): outside of it, its tensors cannot be written.
+    The mode may change between two steps, and inference tensors cannot be written outside inference mode. So tensors
+    that several steps write are made with `ops.tracing.normal_tensors`.
     """
     is_observed = any(model.is_observed for model in models_of(*parts))
     return torch.no_grad if is_observed else torch.inference_mode
@@ -95,9 +95,9 @@ def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def evaluating(*parts: Part | None) -> Iterator[None]:
-    """Puts models and drafts that are modules into evaluation mode, and restores the mode of each submodule afterwards;
-    after an error also whether gradients are computed. A transformers model is no module here: its adapter reads a
-    copy."""
+    """Put models and drafts that are modules into evaluation mode, and restore the mode of each submodule afterwards;
+    after an error, also restore whether gradients are computed. Transformers models are not affected: their adapters
+    run a copy."""
     modules = [model for model in models_of(*parts) if isinstance(model, nn.Module)]
     training = [module for own in modules for module in own.modules() if module.training]
     has_gradients = torch.is_grad_enabled()
@@ -106,13 +106,13 @@ def evaluating(*parts: Part | None) -> Iterator[None]:
             _set_training(training, False)
             yield
         except BaseException:
-            # An interrupt may have come before `torch.no_grad` had ended.
+            # An interrupt may have prevented `torch.no_grad` from ending.
             torch.set_grad_enabled(has_gradients)
             raise
         finally:
             _set_training(training, True)
     finally:
-        # Once more, because an interrupt may have come in between.
+        # Again, because an interrupt may have stopped the first attempt.
         _set_training(training, True)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .pieces import CONTEXT
 from .planning import PlannedStep
 
-# What a `repr` shows may have an entry for each row of a batch, which may have hundreds.
+# A batch may have hundreds of rows, so a `repr` cuts lists with an entry per row.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxstring, _SHORT.maxother = 200, 400
@@ -45,7 +45,7 @@ class Step:
 
 
 class TopLogprobs(NamedTuple):
-    """The most likely tokens at the place of each token, in descending order; of equal tokens the lower index first."""
+    """The most likely tokens at each position, in descending order; ties are ordered by index."""
 
     tokens: Tensor  # [B, L, N] int64, -1 where no token was generated; of a `Completion` [n, N]
     values: Tensor  # float32 log-probabilities; NaN where no token was generated, -inf for excluded tokens
@@ -68,8 +68,8 @@ class GenerationStats:
         compile_seconds: time spent compiling and capturing; 0 when nothing was compiled.
         compiled: whether the steps ran compiled, and why.
         verify: how drafts are verified: "exact", "block", "gumbel" or "sigmoid"; empty before the first batch.
-        state_bytes: the memory of the states that target and draft keep of texts (linear attention, Mamba), beside
-            keys and values; 0 without such layers.
+        state_bytes: memory of the recurrent states of target and draft (linear attention, Mamba), without keys and
+            values; 0 if they have no such layers.
     """
 
     seeds: list[int]
@@ -147,15 +147,15 @@ class GenerationOutput:
 
     Args:
         sequences: [B, L] int64: the prompt without its padding, the new tokens with their eos, then pad_token_id. New
-            tokens begin at `prompt_lengths`, which is not the width of a padded prompt: `texts` and `new_tokens` find
-            them.
+            tokens begin at `prompt_lengths`, even if the prompts were padded to a larger width; `texts` and
+            `new_tokens` extract them.
         prompt_lengths: [B] int64.
         lengths: [B] int64, tokens of prompt and output.
         stats: counts and times.
         errors: row -> why it ended early; empty when every row ended normally.
         logprobs: [B, L] float32, the log-probability of every new token in `sequences` under the target, NaN elsewhere;
             None if not asked for.
-        top_logprobs: the most likely tokens in the place of every new token; None if not asked for.
+        top_logprobs: the most likely tokens at the position of every new token; None if not asked for.
         finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
 

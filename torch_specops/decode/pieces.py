@@ -1,4 +1,4 @@
-"""Text in pieces, while its tokens come."""
+"""Decodes tokens to pieces of text as they come."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 # Tokens before the new ones that are decoded with them: alone, tokens may lose the space before them.
 CONTEXT = 4
-# A longer window is halved.
+# A window of more tokens than this is halved.
 _WINDOW = 16
-# The clean-up of spaces replaces at most so many characters at once: " n ' t".
+# The most characters that the clean-up of spaces replaces at once: " n ' t".
 _CLEANED = 6
 _BYTE = re.compile("<0x[0-9a-fA-F]{2}>")
 
 
 class TextPieces:
-    """The text of tokens, piece by piece, while they come.
+    """Turns tokens into text, piece by piece, as they come.
 
     The pieces of a text add up to what `GenerationOutput.texts` gives with the same arguments: `tokenizer.decode` of
     all new tokens, after the prompt. A piece ends with a whole character and never has to be taken back. What is not
@@ -77,13 +77,13 @@ class TextPieces:
         self._begin([int(token) for token in prompt[-CONTEXT:]])
 
     def _begin(self, prompt: list[int]) -> None:
-        # The newest tokens with their text, and how it begins: with the prompt, then what was given.
+        # The newest tokens, their text, and the part of it that is not new: the prompt, then the pieces given so far.
         self._tokens, self._num_prompt = prompt, len(prompt)
         self._text = self._given = self._decode(prompt)
         self._in_bytes = False
 
     def push(self, token: int) -> str:
-        """The text that is certain once this token has come; often empty."""
+        """The text that this token makes certain; often empty."""
         token = int(token)
         if self.stopped or token in self._without_text:
             return ""
@@ -101,7 +101,7 @@ class TextPieces:
             return ""
         certain = self._first(len(self._text) - _CLEANED * self._cleans - self._text.endswith("\ufffd"))
         if self._num_prompt and len(certain) > len(self._given) and not certain.startswith(self._given):
-            # The end of the prompt has become another character.
+            # The new token changed the character at the end of the prompt.
             tokens = self._tokens[self._num_prompt :]
             self._begin([])
             return "".join(map(self.push, tokens))
@@ -126,18 +126,18 @@ class TextPieces:
         return self._text[: max(length, 0)]
 
     def _new_text(self) -> str:
-        """The text that was not given, certain or not, as `GenerationOutput.texts` cuts it from the prompt."""
+        """The text that was not given yet, certain or not, cut from the prompt as in `GenerationOutput.texts`."""
         if self._num_prompt and not self._text.startswith(self._given):
             return self._decode(self._tokens[self._num_prompt :])
         return self._text[len(self._given) :]
 
     def _shorten(self) -> None:
         """Drop the older half of the tokens if the text of the newer half does not depend on them."""
-        # How spaces are cleaned up may depend on all that was before.
+        # The clean-up of spaces may depend on all earlier tokens.
         if len(self._tokens) <= _WINDOW or self._num_prompt or self._cleans:
             return
         tokens = self._tokens[len(self._tokens) // 2 :]
         text, waiting = self._decode(tokens), len(self._text) - len(self._given)
-        # Half a character has at most three bytes. Of three characters in the text, one began among these tokens.
+        # Half a character has at most three bytes, so of three characters at least one begins among these tokens.
         if self._text.endswith(text) and len(text) > max(waiting, 2):
             self._tokens, self._text, self._given = tokens, text, text[: len(text) - waiting]

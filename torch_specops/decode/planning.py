@@ -1,4 +1,4 @@
-"""Asks the schedule how many drafts each row gets, and tells it what became of them."""
+"""Asks the schedule how many drafts each row gets, and reports the results of steps to it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class PlannedStep:
     """A step, from its plan until its record was read.
 
     Args:
-        rows: of the batch when it began.
-        active: those that had not ended.
-        asked: what the schedule was told last.
+        rows: the rows of the batch when the step began.
+        active: the indices of rows that had not ended.
+        asked: the last question to the schedule.
         counts: the drafts that it chose for the active rows.
-        is_masked: a row has a grammar.
+        is_masked: whether a row has a grammar.
         num_draft_tokens: K.
-        drafts: [B, K], where the schedule saw them; None = elsewhere.
+        drafts: [B, K], if the schedule saw them; else None.
         seconds, draft_seconds, caught_up: as in `PastStep`.
     """
 
@@ -46,10 +46,10 @@ class Planner:
     Args:
         schedule: chooses the number of drafts.
         draft: makes them; None = there are none.
-        ready: the keys of the compiled steps so far, K and whether there is a bitmask.
+        ready: (K, whether there is a bitmask) of the compiled steps so far.
 
     Attributes:
-        is_outgrown: all rows are longer than the draft can read.
+        is_outgrown: whether all rows are longer than the draft can read.
     """
 
     def __init__(self, schedule: Schedule, draft: DraftSource | None, ready: Collection[tuple[int, bool]]) -> None:
@@ -66,7 +66,7 @@ class Planner:
 
         Args:
             is_compiled, is_refilled, reads_prompts: as in `NextStep`.
-            sees_drafts: the host sees drafts before the target reads them, without waiting for a device.
+            sees_drafts: whether the host sees drafts before the target reads them, without waiting for a device.
         """
         active = [index for index, row in enumerate(rows) if not row.ended]
         going = [rows[index] for index in active]
@@ -74,7 +74,7 @@ class Planner:
         is_masked = any(row.grammar is not None for row in going)
         asked = NextStep(
             texts=list(map(id, going)),
-            # Which compiled steps have few drafts because there is little room is not for the schedule to decide.
+            # `_smallest_sufficient`, not the schedule, reduces K of compiled steps when rows have little room.
             rooms=[max(buckets) if room > 0 else 0 for room in rooms] if is_compiled else rooms,
             left=[row.limit - row.length for row in going],
             num_rows=len(rows),
@@ -82,7 +82,7 @@ class Planner:
             is_refilled=is_refilled,
             reads_prompts=reads_prompts,
             looks_up=self._looks_up,
-            # Compiled steps with one K leave nothing to choose.
+            # If compiled steps have only one K, there is nothing to choose.
             asks_again=self._looks_up and sees_drafts and not (is_compiled and len(buckets) == 1),
         )
         counts = self._counts(asked)
@@ -102,7 +102,7 @@ class Planner:
 
     def _smallest_sufficient(self, wanted: int, needed: int, *, is_compiled: bool, is_masked: bool) -> int:
         """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
-        any K, a compiled step the schedule's buckets, and 0 if the draft can read no row any more."""
+        any K, a compiled step the schedule's buckets, and 0 if all rows are too long for the draft."""
         if not is_compiled:
             return min(wanted, needed)
         if self.is_outgrown:
@@ -127,7 +127,7 @@ class Planner:
         """How many drafts of each row to verify (`StepPlan.choose`)."""
         offered = num_proposed.tolist()
         if self._draft is None:
-            # A grammar forces these.
+            # Without a draft, all drafts are forced tokens.
             return offered
         chosen = [offered[index] for index in step.active]
         if step.asked.asks_again:
@@ -148,22 +148,22 @@ class Planner:
         matches = None if proposal.matches is None else proposal.matches[step.active].tolist()
         step.asked = replace(step.asked, offered=offered, matches=matches)
         step.drafts, chosen = proposal.tokens.tolist(), self._counts(step.asked)
-        # Tokens that a grammar forces are certain.
+        # Keep all drafts of rows with a grammar: forced tokens are certain.
         forced = (step.rows[index].grammar is not None for index in step.active)
         return [most if is_forced else few for most, few, is_forced in zip(offered, chosen, forced, strict=True)]
 
     def learn_time(self, step: PlannedStep, seconds: float) -> None:
-        """Tell the schedule how long the captured step takes, before it has run for any text."""
+        """Tell the schedule how long a captured step takes, before it has run for any row."""
         timed = PastStep(step.asked, (), (), num_draft_tokens=step.num_draft_tokens, seconds=seconds)
         self._schedule.learn(timed)
 
     def learn(
         self, step: PlannedStep, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]
     ) -> None:
-        """Tell the schedule what became of a step: the tokens that each row got, and drafts accepted and proposed."""
+        """Tell the schedule the results of a step: each row's new tokens, and its accepted and proposed drafts."""
         known = right = None
         if step.drafts is not None and step.asked.offered is not None:
-            # Drafts that a grammar has changed say nothing of lookups.
+            # Skip rows with a grammar, which may have changed their drafts.
             new = [tokens[index] if step.rows[index].grammar is None else [] for index in step.active]
             known = list(map(min, step.asked.offered, map(len, new)))
             right = [

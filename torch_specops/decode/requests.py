@@ -1,4 +1,4 @@
-"""A request for a row of a batch, the handle of a submitted request, and what comes of it."""
+"""A request for a row of a batch, the handle of a submitted request, and its completion."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Request:
         max_new_tokens: the most tokens to emit, >= 0.
         sampling: None = the decoder's. A mapping has fields of `SamplingParams`, which are checked when the request is
             submitted: a wrong field is this request's error.
-        seed: an int, from which the row's seed is made as for the first row of `generate`; or the row's own seed, as a
-            list or tensor of length 1. None draws an int when the request is submitted.
+        seed: an int, hashed to the row's seed as for the first row of `generate`; or the row's seed itself, as a list
+            or tensor of length 1. None draws an int when the request is submitted.
         eos_token_id: a token or several; () = none; None = as in the target's generation config.
         stop_strings, tokenizer: as in `SpeculativeDecoder.generate`.
         max_time: seconds from the request's admission to a row until the step that ends it, >= 0; None = no limit.
         inputs: the input of the target's encoder, by name, with a batch of 1; or the images of the prompt.
-        grammar: a `Grammar`, which belongs to this request alone.
+        grammar: a `Grammar` that no other request uses.
 
     Examples:
         >>> import transformers, torch_specops
@@ -64,7 +64,7 @@ class Request:
     inputs: Mapping[str, Tensor] | None = None
     grammar: Grammar | None = None
 
-    # The one that a dataclass would get, besides the hint on unknown names.
+    # As a dataclass would generate it, with a hint for unknown names.
     def __init__(
         self,
         input_ids: Tensor | Sequence[int],
@@ -116,7 +116,7 @@ class Completion:
             refused.
         finish_reason: "eos", "length", "stop" (a stop string), "time" (`max_time`), "cancelled" or "error".
         error: why the request was refused or ended early; None = it ended normally or was cancelled.
-        top_logprobs: the most likely tokens [n, N] in the place of every new token; None if not asked for.
+        top_logprobs: the most likely tokens [n, N] at the position of every new token; None if not asked for.
 
     Examples:
         >>> import torch, torch_specops
@@ -148,9 +148,9 @@ class Completion:
 class Handle:
     """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
 
-    Tasks of asyncio may use it too, in any event loop. `async for token in handle` gives what `tokens` gives, and
-    `await handle` what `result` gives. A loop that ends early (a break, an exception, `aclose`) cancels the request,
-    and so does a task that is cancelled or times out while it waits. `asyncio.shield(handle)` keeps the request.
+    Tasks of asyncio may use it too, in any event loop. `async for token in handle` is like `tokens`, and `await handle`
+    is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request, and so does a task
+    that is cancelled or times out while it waits. `asyncio.shield(handle)` prevents this.
 
     Attributes:
         index: the request's place in the order of submission. The other attributes and `add`, `end` and `wake` are for
@@ -172,7 +172,7 @@ class Handle:
         self, index: int, prompt: Prompts | str, max_time: float | None, cancel: Callable[[Handle], object]
     ) -> None:
         self.index = index
-        # The request, checked; a text if it was refused: why.
+        # The checked request, or a message if it was refused.
         self.prompt = prompt
         self.needs_row = isinstance(prompt, Prompts) and not bool(prompt.state.finished)
         self.grammar = prompt.grammars[0] if isinstance(prompt, Prompts) else None
@@ -183,7 +183,7 @@ class Handle:
         self.completion: Completion | None = None
         self._cancel = cancel
         self._changed = threading.Condition()
-        # What tasks wait for, and how many new tokens each of them has; inf = it waits for the end.
+        # The future that each task awaits -> the new tokens that the task has seen; inf = it awaits the end.
         self._futures: dict[asyncio.Future[None], float] = {}
 
     def __repr__(self) -> str:
@@ -214,8 +214,8 @@ class Handle:
             timeout: seconds to wait, >= 0; None = until the request ends.
 
         Raises:
-            TimeoutError: it has not ended in time; it goes on.
-            TypeError, ValueError: timeout is no such number.
+            TimeoutError: the request has not ended in time, and continues.
+            TypeError, ValueError: a wrong timeout.
         """
         if timeout is not None:
             timeout = checks.check_number("timeout", timeout)
@@ -274,7 +274,7 @@ class Handle:
         self.wake()
 
     def free_inputs(self) -> None:
-        # A handle may outlive its request by long.
+        # A handle may live much longer than its request.
         if isinstance(self.prompt, Prompts):
             self.prompt = replace(self.prompt, inputs=None)
 
@@ -285,12 +285,12 @@ class Handle:
         self.wake()
 
     def wake(self) -> None:
-        """Let the threads and tasks that wait look at what has come."""
+        """Wake the threads and tasks that wait for tokens or for the end."""
         with self._changed:
             self._changed.notify_all()
             for future, place in list(self._futures.items()):
                 if self.done or len(self.new_tokens) > place:
-                    # A closed loop raises, and has no tasks that go on.
+                    # A closed event loop raises; no task of it waits.
                     with suppress(RuntimeError):
                         future.get_loop().call_soon_threadsafe(_set, future)
                     del self._futures[future]
@@ -308,7 +308,7 @@ def read_request(
     """Check a request as `generate` would.
 
     Args:
-        sampling: of a request that has none.
+        sampling: for a request that has none.
         logprobs, top_logprobs: as in `generate`.
 
     Raises:
@@ -332,8 +332,7 @@ def read_request(
 
 
 def largest(requests: Collection[Any]) -> tuple[int, int]:
-    """The tokens of the longest request, prompt included, and the new tokens of all. Requests that cannot be read
-    are skipped."""
+    """The tokens of the longest request, prompt included, and the new tokens of all. Invalid requests are skipped."""
     longest = total = 0
     for request in requests:
         given = request if isinstance(request, Request) else Request(request)

@@ -1,4 +1,4 @@
-"""The texts of a batch as the host knows them, and the rules that end them beside eos tokens and limits."""
+"""The sequences of a batch as the host knows them, and rules that end them besides eos tokens and limits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 
 from ..grammars import Grammar
 
-# From texts (prompt and new tokens) to whether each ends with its newest token. Texts are judged independently.
+# (sequences, each prompt + new tokens) -> whether each ends with its newest token. Sequences are independent.
 RowRule = Callable[[list[list[int]]], list[bool]]
-# From all rows [B, P + n], with equally many new tokens, to which of them end with the newest token [B], or whether all
-# do.
+# (all rows [B, P + n], with equally many new tokens) -> which rows end with the newest token [B], or one bool for all.
 BatchRule = Callable[[Tensor], Any]
 
 
 @dataclass(eq=False)
 class Row:
-    """A text in a row of a batch, as far as the host has read it.
+    """A sequence in a row of a batch, as far as the host has read it.
 
     Args:
         prompt: tokens.
@@ -29,11 +28,12 @@ class Row:
         rules: asked about every new token in order.
         grammar: restricts the new tokens; it has accepted all of them.
         ended: whether it gets no more tokens.
-        reason, error: why it ended, once all of its tokens are shown.
+        reason, error: why it ended, set once all of its tokens are released.
         tokens: the new tokens.
-        num_released: how many of these no rule can cut any more.
+        num_released: how many of these are final: no rule can cut them.
         is_stopped: whether a rule has ended it.
-        grammar_error: after how many new tokens the grammar leaves no way on, as far as it was asked, and why.
+        grammar_error: the number of new tokens after which the grammar has a dead end, and why; None = none was found
+            so far.
     """
 
     prompt: list[int]
@@ -58,7 +58,7 @@ class Row:
         return self.ended and self.num_released == len(self.tokens)
 
     def cut(self, num_tokens: int) -> bool:
-        """End the text after this many new tokens; returns False if it has fewer."""
+        """End the sequence after this many new tokens; returns False if it has fewer."""
         if num_tokens > len(self.tokens):
             return False
         del self.tokens[num_tokens:]
@@ -66,7 +66,7 @@ class Row:
         return True
 
     def set_finish_reason(self) -> None:
-        """Find out why the text has ended."""
+        """Set `reason`, and `error` if the target or the grammar failed."""
         if self.error is not None:
             self.reason = "error"
         elif self.tokens and self.tokens[-1] in self.eos:
@@ -84,8 +84,8 @@ class Row:
 
 
 def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:
-    """Ask the rows' rules about their newest tokens, so many of each; returns the rows that they cut."""
-    # Rows with the same rule are asked about together.
+    """Ask the rules of each row about its `num_new` newest tokens; returns the rows that they cut."""
+    # One call per rule, for all rows that have it.
     asked: dict[RowRule, list[tuple[int, int]]] = {}
     for index, (row, count) in enumerate(zip(rows, num_new, strict=True)):
         for rule in row.rules if count else ():
@@ -98,8 +98,8 @@ def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:
 
 
 class BatchRules:
-    """Asks rules about the n-th tokens of all rows once every row has n or has ended. A row that ended before is filled
-    with pad_token_id. Until then tokens are held back, because a rule may still cut them.
+    """Asks rules about the n-th new tokens of all rows once every row has n or has ended. A row that ended before is
+    filled with pad_token_id. Tokens are held back until then, because a rule may still cut them.
 
     Args:
         input_ids: [B, P], the prompts as the rules see them.
@@ -115,7 +115,7 @@ class BatchRules:
         self._pad_token_id = pad_token_id
 
     def ask(self, rows: Sequence[Row]) -> set[int]:
-        """Ask about all tokens that can be asked about; returns the rows that the rules cut."""
+        """Ask about all tokens that every row has; returns the rows that the rules cut."""
         cuts = set()
         while self.num_asked < _num_known(rows):
             place, self.num_asked = self.num_asked, self.num_asked + 1
@@ -129,6 +129,6 @@ class BatchRules:
 
 
 def _num_known(rows: Sequence[Row]) -> int:
-    """How many new tokens every row has; a row that has ended counts as if it had as many as the longest."""
+    """The least number of new tokens of a row that has not ended; if all have ended, the largest of any row."""
     growing = [len(row.tokens) for row in rows if not row.ended]
     return min(growing, default=max(len(row.tokens) for row in rows))

@@ -1,4 +1,4 @@
-"""Requests that arrive over time: a row whose request has ended takes the next, and the other rows go on."""
+"""Requests that arrive over time: a row whose request has ended takes the next one while other rows continue."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .state import ROOM
 class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
 
-    A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models: with
-    `verify="gumbel"` always, otherwise with a constant schedule and a draft that does not remember other sequences
-    (`SuffixLookup`). An error of a model ends all requests and closes the session; an error of one request is in its
-    completion. `with` closes the session at its end.
+    A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models:
+    always with `verify="gumbel"`, otherwise with a constant schedule and a draft that does not learn from other
+    sequences (as `SuffixLookup` does). An error of a model ends all requests and closes the session; an error of one
+    request is in its completion. `with` closes the session at its end.
 
     Examples:
         >>> import threading, transformers, torch_specops
@@ -72,7 +72,7 @@ class Session:
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
-        # Any thread may change the fields below under this lock; only the thread that has the other lock runs steps.
+        # `_changed` guards the fields below, for any thread; the thread that holds `_stepping` runs the steps.
         self._changed = threading.Condition()
         self._stepping = threading.RLock()
         self._waiting: deque[Handle] = deque()
@@ -134,14 +134,14 @@ class Session:
         return handle
 
     def step(self) -> list[Completion]:
-        """Give free rows to waiting requests, and run a step if any row has a request. Never waits for requests.
+        """Admit waiting requests to free rows, and run a step if any row has a request. Never waits for requests.
 
         Returns:
             The completions of the requests that have ended since the last call.
 
         Raises:
             RuntimeError: another thread is using the decoder, its target or its draft; nothing has changed.
-            Exception: of a model; it ends all requests and closes the session.
+            Exception: an error of a model, which ends all requests and closes the session.
         """
         with self._stepping:
             if not self.is_idle:
@@ -163,8 +163,8 @@ class Session:
         return ended
 
     def run(self) -> None:
-        """Run steps in this thread until the session is closed; waits while there are no requests. Any exception ends
-        all requests and closes the session."""
+        """Run steps in this thread until the session is closed, and wait while there are no requests. Any exception
+        ends all requests and closes the session."""
         try:
             while True:
                 with self._changed:
@@ -179,7 +179,7 @@ class Session:
     def close(self) -> None:
         """End all requests, with the finish reason "cancelled"; may be called from any thread."""
         with self._changed:
-            # A request that is submitted now is refused.
+            # From here on, `submit` refuses requests.
             self._is_closed = True
             self._changed.notify_all()
         with self._stepping:
@@ -199,7 +199,7 @@ class Session:
                 self._waiting.remove(handle)
 
     def _fail(self, error: BaseException) -> None:
-        # The state may be half a step ahead, and is read no more.
+        # The state may be in the middle of a step, so it is not read again.
         self._has_failed = True
         self._close("error", f"{type(error).__name__}: {error}")
 
@@ -213,14 +213,14 @@ class Session:
             self._waiting.clear()
 
     def _begin_rows(self) -> None:
-        """Make room in the models for new rows; of a model with an encoder once it has its first input."""
+        """Start a batch of free rows. A model with an encoder starts with its first input instead."""
         self._is_begun = self._is_unread = False
         if not self._steps.target.reads_inputs:
             with self._guard.computing(self._stream):
                 self._batch = self._free_rows(None)
 
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
-        """Rows that are free: finished sequences of one token."""
+        """A batch of free rows, which are finished sequences of one token."""
         steps, batch = self._steps, len(self._rows)
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         prompts = read_prompts(
@@ -249,10 +249,10 @@ class Session:
                 self._end_row(row, "cancelled")
 
     def _look(self) -> None:
-        """Take over what has changed in the models. If all rows are free, the models begin anew, with any caches.
+        """Adapt to models that have changed. If all rows are free, the models restart with new caches where needed.
 
         Raises:
-            RuntimeError: texts go on that do not fit a model any more.
+            RuntimeError: an unfinished sequence does not fit a changed model.
         """
         texts_go_on, misfit = self._rows.count(None) < len(self._rows), self._guard.look()
         if self._batch is not None:
@@ -264,13 +264,13 @@ class Session:
             self._begin_rows()
 
     def _read_again(self) -> None:
-        """Let the models read the texts that go on, if they have read for another call."""
+        """Prefill the unfinished sequences again if another call has used the models."""
         if self._is_unread and self._batch is not None and any(handle is not None for handle in self._rows):
             self._batch.read_again()
             self._is_unread = False
 
     def _admit(self) -> None:
-        """End at most a batch of requests that need no row; give free rows to others."""
+        """Admit waiting requests to free rows, and end those that need no row. Takes at most a batch of requests."""
         admitted: dict[int, Prompts] = {}
         with_images: dict[int, Prompts] = {}
         free = [row for row, handle in enumerate(self._rows) if handle is None]
@@ -288,7 +288,7 @@ class Session:
                 else:
                     row = free.pop(0)
                     self._rows[row] = handle
-                # An interrupt before leaves it in both places, and `_close` ends it. After it would be in none.
+                # Remove it last: an interrupt before this leaves it in both places, where `_close` ends it.
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue
@@ -320,7 +320,7 @@ class Session:
         if inputs is None:
             return
         if self._batch is None or not self._is_begun:
-            # Until other rows have requests, all have the first row's inputs.
+            # All rows start with the inputs of the first request.
             copies = {name: value.expand(len(self._rows), *value.shape[1:]) for name, value in inputs.items()}
             self._batch = self._free_rows(copies)
         else:
@@ -347,13 +347,13 @@ class Session:
         self._batch.end(row, reason)
         self._end(handle, reason, error)
 
-    # Outside inference mode, because users train on what was generated.
+    # Not in inference mode, because users may train on the output.
     @torch.inference_mode(False)
     def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
         """Complete a request that is not complete, and free its row."""
         with self._changed:
             if handle.done:
-                # An interrupt may have come before anybody heard of it.
+                # An interrupt may have come before the waiters were woken.
                 handle.wake()
                 return
             row = self._rows.index(handle) if handle in self._rows else None
@@ -376,7 +376,7 @@ class Session:
                 handle.prompt if isinstance(handle.prompt, str) else error,
                 top if self._top_logprobs else None,
             )
-            # Whoever waits for the request must hear of its end, whatever is interrupted behind this line.
+            # Wake the waiters first, in case an interrupt comes below.
             handle.end(completion)
             self._ended.append(completion)
             if row is not None:
@@ -384,8 +384,8 @@ class Session:
 
 
 class Completions(Iterator[Completion]):
-    """The completions of requests, each of which is read when a row is free for it; closes the session. A step that the
-    guard refuses is raised, and the next call goes on."""
+    """The completions of requests, which are taken one by one as rows become free; closes the session at the end. If
+    the guard refuses a step, this raises, and the next call continues."""
 
     def __init__(self, session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool) -> None:
         self._ended = _completions_of(session, requests, progress)
@@ -410,7 +410,7 @@ def _completions_of(
         while True:
             for request in islice(remaining, max(session.num_free, 0)):
                 session.submit(request)
-            # All rows are free, and nothing came.
+            # All rows are free, and no request is left.
             if session.is_idle:
                 return
             try:
@@ -419,7 +419,7 @@ def _completions_of(
                 # An error within a step has ended all requests.
                 if session.is_idle:
                     raise
-                # The guard has refused the step. A generator that raises is over.
+                # The guard has refused the step. Yield the error, because a generator that raises has ended.
                 yield error
                 continue
             for completion in completions:

@@ -1,4 +1,4 @@
-"""The tensors of a batch: what each has for a row, copies with more room, and other texts in the rows."""
+"""The tensors of a batch: their layout, copies with more room, and new sequences in their rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from .guard import autocast_of
 PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
 # [B], of the state itself.
 PER_ROW = ("lengths", "limits", "finished", "failed", "seeds")
-# [B], of the sampling: the value of a row without a text. It is greedy, because that costs least.
+# [B], of the sampling: the value of a free row, which is greedy because that costs least.
 PER_ROW_SAMPLING = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
-# What compiled steps of a session have room for: E of eos [B, E], the longest n-gram, and per row the words and the
-# pieces, which the rows share. With a request that needs more, steps run eagerly: no request compiles something for
-# itself alone.
+# The sizes of a session's compiled steps: E of eos [B, E], the longest n-gram, and the words and pieces per row, of
+# which rows share the sum. Steps run eagerly while a request needs more, so that no request compiles for itself alone.
 ROOM = {"eos": 8, "longest_ngram": 8, "words": 32, "pieces": 32}
-# What a state has room for, by the names of ROOM; and 1 for `is_sampled` and each tensor of PER_ROW_SAMPLING, 0 if
-# steps compute nothing with it.
+# The sizes of a state, by the names of ROOM; and for `is_sampled` and each tensor of PER_ROW_SAMPLING 1 if steps use
+# it, else 0.
 Sizes = dict[str, int]
 
 
@@ -118,18 +117,18 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Hashable:
 
 
 class Texts:
-    """The texts that were begun one by one in rows of a batch, each given as the state of a batch of it alone."""
+    """The sequences that were admitted one by one to rows of a batch, each as the state of a batch of one."""
 
     def __init__(self) -> None:
         self._texts: dict[int, DecodeState] = {}
-        # Whether the newest state has the sampling of exactly these texts.
+        # Whether the newest state has the sampling of exactly these sequences.
         self._is_fitted = True
-        # Of the newest state, and of compiled steps.
+        # The sizes of the newest state, and of compiled steps.
         self._sizes: Sizes = {}
         self._compiled_sizes: Sizes = {}
 
     def begin(self, state: DecodeState, texts: Mapping[int, DecodeState]) -> None:
-        """Write texts, on any device, into rows of the state; `fitted` does the same for sampling and eos tokens."""
+        """Write sequences, on any device, into rows of the state; `fitted` writes their sampling and eos tokens."""
         for row, text in texts.items():
             for name in PER_ROW:
                 getattr(state, name)[row] = getattr(text, name)[0]
@@ -142,19 +141,19 @@ class Texts:
         self._is_fitted, self._sizes = False, {}
 
     def end(self, rows: Iterable[int]) -> None:
-        """The texts of these rows have ended; the next state has no room for them."""
+        """Forget the sequences of these rows; the next state has no room for their sampling."""
         for row in rows:
             if self._texts.pop(row, None) is not None:
                 self._is_fitted = False
 
     def fitted(self, state: DecodeState, compiled: bool) -> tuple[DecodeState | None, bool]:
-        """The state with the sampling and the eos tokens of the texts, in new tensors.
+        """The state with the sampling and the eos tokens of the sequences, in new tensors.
 
-        Eager steps get room for these texts alone: three filters that no text uses made them a third slower. Compiled
-        steps get `ROOM`, for all that any text has needed so far.
+        An eager state has the filters and processors of these sequences only: three unused filters made steps a third
+        slower. A compiled state has all that any sequence has used so far, in the sizes of `ROOM`.
 
         Returns:
-            The state, or None if the newest has them; and True if compiled steps have room for it.
+            The state, or None if the newest one fits; and whether compiled steps have room for it.
         """
         if self._is_fitted:
             return None, False
@@ -173,7 +172,7 @@ class Texts:
 
 
 def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
-    """What these texts need together, in rows of this capacity."""
+    """The sizes that these sequences need together, in rows of this capacity."""
     processors = [text.sampling.processors for text in texts]
     counts = [count_words(each) for each in processors]
     ngrams = [each.longest_ngram for each in processors if isinstance(each, Processors)]
@@ -191,7 +190,7 @@ def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
 
 @normal_tensors()
 def _with_sampling(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
-    """The state with the eos tokens and the sampling of these texts, by row, in new tensors of these sizes."""
+    """The state with the eos tokens and the sampling of these sequences, by row, in new tensors of these sizes."""
     batch, device = len(state.lengths), state.tokens.device
     eos = torch.full((batch, sizes["eos"]), -1, device="cpu")
     numbers = {

@@ -1,4 +1,4 @@
-"""One step of the loop: draft, let the target read the drafts, verify them with an op, and commit what is emitted.
+"""One step of the loop: draft, let the target read the drafts, verify them with an op, and commit the emitted tokens.
 
 Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address, so a step
 can be compiled as one graph, or captured into a CUDA graph and replayed.
@@ -25,23 +25,23 @@ from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
 from .state import DecodeState
 
-# From a step's drafts, and how many each row has [B], to how many of each row to verify.
+# (a step's drafts, the number of drafts per row [B]) -> how many of each row to verify.
 Choose = Callable[[Draft, Tensor], list[int]]
-# From a step's drafts to those to verify, and the bitmask of `verify_and_commit`.
+# (a step's drafts) -> (the drafts to verify, the bitmask of `verify_and_commit`).
 Masks = Callable[[Draft], tuple[Draft, Tensor]]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step does, besides its tensors.
+    """The settings of a step.
 
     Args:
         num_draft_tokens: K.
-        is_compiled: True = all rows have the same number of drafts, padding included, and the last two are None.
+        is_compiled: True = all rows have the same number of drafts, padding included, and the target has read the
+            prompts.
         masks: asks grammars between the drafts and their verification; None = no row has a grammar.
-        choose: chooses drafts, on a CPU, where the host sees them before the target reads them. An eager step then
-            reads no padding. In a compiled step all rows get the largest number, whose step is ready. None =
-            all K are verified.
+        choose: on a CPU, chooses how many drafts of each row to verify. An eager step then reads no padding; a compiled
+            step verifies the largest number in all rows, and a step of that size must be ready. None = verify all K.
         prefill_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
         on_logits: called with the target's logits [B, K+1, V].
@@ -57,7 +57,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Verifier:
-    """How drafts are verified: one of the verify ops, and what it takes besides tensors.
+    """How drafts are verified: a verify op and its settings.
 
     Args:
         op: "exact", "block", "gumbel" or "sigmoid" (lossy).
@@ -102,7 +102,7 @@ class Verifier:
             target_logits: [B, K+1, V].
             draft: tokens [B, K], with their logits [B, K, V] and logsumexp [B, K] if they were sampled.
             numbers: [B, K] and [B] float32 in [0, 1), for the acceptance tests and for the next token; for "gumbel" the
-                seeds and the lengths of the texts, [B] int64.
+                seeds and the lengths of the sequences, both [B] int64.
             sampling: temperature and filters of each row.
 
         Returns:
@@ -110,7 +110,7 @@ class Verifier:
             num_accepted [B] int64.
 
         Raises:
-            ValueError: logits of another shape, as from a model that ignores `num_logits`.
+            ValueError: logits of a wrong shape, as from a model that ignores `num_logits`.
         """
         expected = (draft.tokens.shape[0], draft.tokens.shape[1] + 1)
         if target_logits.shape[:-1] != expected:
@@ -141,7 +141,7 @@ class Verifier:
 def speculative_step(
     target: LanguageModel, draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, verify: Verifier
 ) -> Tensor:
-    """Draft up to K tokens, verify them, and commit what is emitted. Returns the step's record [B, K+4], which
+    """Draft up to K tokens, verify them, and commit the emitted tokens. Returns the step's record [B, K+4], which
     `unpack_record` unpacks."""
     proposal = propose(draft, state, num_draft_tokens, target.vocab_size)
     return verify_and_commit(target, state, proposal, verify)
@@ -160,7 +160,7 @@ def verify_and_commit(
     bitmask: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> Tensor:
-    """Let the target read the drafts, verify them, and commit what is emitted. Returns the step's record.
+    """Let the target read the drafts, verify them, and commit the emitted tokens. Returns the step's record.
 
     Args:
         proposal: tokens [B, K].
@@ -185,15 +185,15 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
 
 
 def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -> tuple[Draft, Tensor]:
-    """The drafts, with -1 (padding) instead of tokens outside the vocabulary or beyond the row's room, and of a
-    target's `undrafted` tokens; and how many drafts each row has before its first padding [B]."""
+    """Replace tokens outside the vocabulary or beyond the row's room by -1 (padding), and for deterministic drafts also
+    the target's `undrafted` tokens. Returns the drafts, and how many each row has before its first padding [B]."""
     tokens, room = proposal.tokens, _room(state)
     if tokens.shape[1] == 0:
         return proposal, torch.zeros_like(room)
     # The last token before the limit is the next token, which needs no draft.
     is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
     is_draft = is_inside & (tokens >= 0) & (tokens < target.vocab_size)
-    # Where the padding of sampled drafts begins may not depend on what was drawn.
+    # The padding of sampled drafts must not depend on the tokens that were drawn.
     for token in target.undrafted if proposal.logits is None else ():
         is_draft = is_draft & (tokens != token)
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
@@ -216,16 +216,16 @@ def _chosen_drafts(target: LanguageModel, state: DecodeState, proposal: Draft, p
 def _read_drafts(
     target: LanguageModel, state: DecodeState, drafts: Tensor, num_proposed: Tensor, plan: StepPlan
 ) -> Tensor:
-    """Let the target read what it has not read of each row, and the drafts [B, K]. Returns its logits [B, K+1, V]."""
+    """Let the target read each row's unread tokens and the drafts [B, K]. Returns its logits [B, K+1, V]."""
     num_unread, num_draft_tokens = plan.prefill_length or 1, drafts.shape[1]
     index = torch.arange(num_unread + num_draft_tokens, device=drafts.device)
     positions = readable_positions(target, (state.lengths - num_unread).unsqueeze(1) + index)
     unread = state.tokens.gather(1, positions[:, :num_unread])
     if num_draft_tokens > 0:
-        # Padding is the newest token, which a row that has ended may have at the last readable position.
+        # Pad with the newest token: in a row at the model's limit, the clamped positions of padding write to its slot.
         unread = torch.cat([unread, torch.where(drafts < 0, unread[:, -1:], drafts)], 1)
     if plan.choose is not None and plan.prefill_length is None and unread.shape[0] > 1 and target.reads_rows:
-        # Processors, and those who keep the logits, get all rows, and may not take NaN.
+        # Processors and `on_logits` get all rows, and may not handle NaN.
         is_filled = plan.on_logits is not None or state.sampling.processors is not None
         logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
     else:
@@ -236,7 +236,7 @@ def _read_drafts(
 
 
 def _processed(state: DecodeState, drafts: Tensor, logits: Tensor, bitmask: Tensor | None) -> Tensor:
-    """The target's logits after processors and grammars: position i comes after the prefix and i drafts [B, K]."""
+    """The target's logits after processors and grammars: position i follows the sequence and i drafts [B, K]."""
     if state.sampling.processors is not None:
         lengths = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1] + 1, device=drafts.device)
         text = state.tokens.scatter(1, lengths[:, :-1], drafts)
@@ -277,7 +277,7 @@ def _commit(
     index = torch.arange(width, device=tokens.device)
     num_tokens = (tokens >= 0).sum(1)
     is_eos = (tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
-    # The -1 behind the tokens also equals the -1 that stands for no eos, but comes too late to matter.
+    # The -1 after the tokens equals the padding of `eos`, but comes too late to matter.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, _room(state))
     count = torch.minimum(num_tokens, most)

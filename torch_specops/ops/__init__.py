@@ -1,4 +1,5 @@
-"""`torch.ops.specops`: each op once in `api.py` or `gumbel.py`, its forms on a CPU in `cpu/`, kernels in `cuda/`."""
+"""`torch.ops.specops`: the ops are defined in `api.py` and `gumbel.py`, with CPU code in `cpu/` and kernels in
+`cuda/`."""
 
 from .api import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from .gumbel import sample_gumbel, verify_gumbel

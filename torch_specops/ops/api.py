@@ -1,12 +1,12 @@
-"""The contract: each op once, as a public function with its docstring, and as `torch.ops.specops.*`.
+"""The public functions of the ops, and their registration as `torch.ops.specops.*`.
 
-A public function packs its arguments into one object (`arguments.py`), refuses what is not a plain tensor or number,
-and calls the op. The op checks shapes, dtypes and ranges, and branches: CPU tensors go to `cpu/`, whose dense form
-Inductor inlines and fuses; CUDA tensors to the Triton launchers of `cuda/`, which `torch.compile` and AOTInductor
-inline as kernels.
+A public function packs its arguments into one object (`arguments.py`), checks that each is a plain tensor or a number,
+and calls the op. The op checks shapes, dtypes and ranges. CPU tensors then go to `cpu/`, whose dense form Inductor
+inlines and fuses, and CUDA tensors to the Triton launchers in `cuda/`, which `torch.compile` and AOTInductor inline as
+kernels.
 
-Under Dynamo the functions make all checks themselves: Dynamo buries an op's exception in pages of its own, but breaks
-the graph where a function raises, so that the eager call raises the error.
+Under Dynamo the functions make all checks themselves: Dynamo buries an op's exception in pages of its own output, but
+if a function raises, it breaks the graph, and the eager call raises the error.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def verify_exact(
     have exactly the target's distribution. Arithmetic is float32 or better. docs/math.md states the law in full, also
     for NaN, masked and padded input.
 
-    With filters, p and q are the softmax of what `filter_logits` keeps of each row, so p is what sampling with the
-    same filters draws from. If the drafts were sampled without them, pass `filter_draft=False`: q is then the
-    softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have another law.
-    No filtered copy is written either way.
+    With filters, p and q are the softmax over the logits that `filter_logits` keeps, so p is the distribution that
+    sampling with the same filters draws from. If the drafts were sampled without filters, pass `filter_draft=False`: q
+    is then the softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have
+    another law. No filtered copy is written either way.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
@@ -69,12 +69,12 @@ def verify_exact(
             filtered. A value that is not finite makes q zero.
         lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, or an int, as in `filter_logits`; like the other filters and the temperature applied
-            to both sides, unless `filter_draft` is False.
+        top_k: [B] int64 or int32, or an int, as in `filter_logits`; applied to both sides, as the other filters and the
+            temperature are, unless `filter_draft` is False.
         top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the effect of a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
             accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
-            then differ from the target's greedy text. Sampled rows ignore it.
+            then differ from the target's greedy tokens. Sampled rows ignore it.
         filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
             q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
 
@@ -123,18 +123,20 @@ def verify_block(
     h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
     A failure does not end the walk: a likely token makes up for an unlikely token before it. The next token is drawn
     from max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i,
-    the emitted tokens have exactly the target's distribution, and every number of drafts is accepted at least as often
-    as by `verify_exact`; for K = 1 the two are the same. The law and its proof are in docs/math.md.
+    the emitted tokens have exactly the target's distribution, and for every k the probability that k or more drafts are
+    accepted is at least that of `verify_exact`; for K = 1 the two are the same. The law and its proof are in
+    docs/math.md.
 
-    It reads more than `verify_exact`: every row once, then the pairs of rows at which the block may still end.
+    It reads more than `verify_exact`: every row once, then the row pairs of the positions where the block may still
+    end.
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
-        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens behind it are ignored.
+        draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens after it are ignored.
         draft_logits, accept_uniforms, sample_uniforms: [B, K, V] or None, [B, K] and [B], as in `verify_exact`.
         temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
         draft_lse: [B, K], as in `verify_exact`. With it the draft rows are read once, otherwise twice.
-        lenience: 1.0. There is no lenient block verification; with this argument, `verify_block` can stand in for
+        lenience: 1.0. There is no lenient block verification; the argument exists so that `verify_block` can replace
             `verify_exact`.
         top_k, top_p, min_p, filter_draft: as in `verify_exact`.
 
@@ -176,7 +178,8 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
-    """Verify with sigmoid scores instead of probabilities: LOSSY, but it reads two logits per draft instead of rows.
+    """Verify with sigmoid scores instead of probabilities: LOSSY, but it reads two logits per draft instead of two
+    rows.
 
     The scores p^ = sigmoid((z_p / T - alpha) / (beta - alpha)), and q^ likewise, replace p and q in `verify_exact`
     (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to 1, so the emitted tokens do not have the
@@ -225,8 +228,8 @@ def sample(
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
     Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`:
-    then its q is the distribution that was sampled from (the draws from M_q in Leviathan et al. 2023, Algorithm 1).
-    With filters, softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy is written.
+    then its q is the distribution that was sampled from (M_q in Leviathan et al. 2023, Algorithm 1). With filters,
+    softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy is written.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
@@ -238,7 +241,7 @@ def sample(
     Returns:
         tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never a token of weight zero; -1 for
         a row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
-        lse [N] float32: logsumexp(logits / T) of what was kept; 0 for a greedy row, -inf where the token is -1.
+        lse [N] float32: logsumexp(logits / T) over the kept tokens; 0 for a greedy row, -inf where the token is -1.
 
     Raises:
         TypeError: an argument that is not a tensor or number, or has another dtype.
@@ -267,20 +270,20 @@ def filter_logits(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> Tensor:
-    """Mask what top-k, top-p and min-p remove, in this order, each with its own value per row.
+    """Mask the tokens that top-k, top-p and min-p remove, applied in this order, with one value of each per row.
 
-    These are the filters of transformers' `generate`, also for ties. `sample` and `verify_exact` take them as arguments
-    and write no filtered copy, so this op is for other samplers, and for drafts that have their own filters. The law is
-    in docs/math.md, section 15.
+    The filters equal those of transformers' `generate`, including ties. `sample` and `verify_exact` take them as
+    arguments and write no filtered copy; this op is for other samplers, and for drafts with different filters. The law
+    is in docs/math.md, section 15.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides.
         temperature: [N] float32 >= 0, or a number for all rows; None = 1. It changes what top_p and min_p keep; the
-            logits stay undivided. Greedy rows (0) keep every token.
-        top_k: [N] int64 or int32, or an int: keep the k largest logits and all that equal the k-th; <= 0 or >= V keeps
+            returned logits are not divided by it. Greedy rows (0) keep every token.
+        top_k: [N] int64 or int32, or an int: keep the k largest logits and all ties with the k-th; <= 0 or >= V keeps
             all.
-        top_p: [N] float32, or a number: of what top_k kept, in descending order (equal logits: higher index first),
-            keep each token before which the probabilities sum to less than top_p (by more than its rounding to
+        top_p: [N] float32, or a number: of the tokens that top_k kept, in descending order (ties: higher index first),
+            keep each token if the probabilities before it sum to less than top_p (by more than its rounding to
             float32); >= 1 keeps all, <= 0 only the first.
         min_p: [N] float32, or a number: keep tokens of at least min_p times the largest probability; <= 0 keeps all,
             >= 1 the maxima.
@@ -308,8 +311,8 @@ def filter_logits(
 
 
 def _skips_rows(logits: Tensor, least: int, top_k: Any = None, top_p: Any = None, min_p: Any = None, **_: Any) -> bool:
-    """True if reading only the rows that are needed saves more than fusing an op with its neighbours: for rows of at
-    least this length. Filters cost the same in both forms."""
+    """True if skipping rows saves more than fusing the op with its neighbours, which is so for rows of at least this
+    length. With filters both forms cost the same, so the op is fused."""
     is_long = isinstance(logits.shape[-1], int) and logits.shape[-1] >= least
     return is_long and top_k is None and top_p is None and min_p is None
 
@@ -327,7 +330,7 @@ def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
 
 @register_op(verify_block, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))
 def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
-    # All but `argmax_lenience`. The dispatcher leaves out a last argument that has its default.
+    # All but `argmax_lenience`. The dispatcher omits the last argument if it equals the default.
     args = VerifyArguments(*values[:11])._replace(filter_draft=all(values[11:]))
     arguments.check_verify_block(args)
     if args.target_logits.device.type != "cuda":

@@ -26,7 +26,7 @@ FLOAT32 = (torch.float32,)
 
 
 class Filters(NamedTuple):
-    """Parameters that turn a row of logits into a distribution: an entry for each row, [N] or [B]; None = not used."""
+    """Parameters that turn a row of logits into a distribution, with one entry per row, [N] or [B]; None = not used."""
 
     temperature: Tensor | None = None  # [N] float32
     top_k: Tensor | None = None  # [N] int64 or int32
@@ -38,7 +38,7 @@ class Filters(NamedTuple):
 
     @property
     def removes_tokens(self) -> bool:
-        """True if there is a filter besides the temperature."""
+        """True if top_k, top_p or min_p is given."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
 
@@ -173,7 +173,7 @@ def _check_verify(args: VerifyArguments | SigmoidArguments) -> None:
     tokens, uniforms = args.draft_tokens, args.accept_uniforms
     are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
     if are_tensors and tokens.shape == uniforms.shape != drafts and tokens.dim() == 2 and tokens.shape[0] == batch:
-        # All others agree on K, so it is the logits that lack a row or have an extra row.
+        # The other tensors agree on K, so the logits have a wrong number of rows.
         expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
         raise ValueError(f"target_logits: expected {expected}, got shape {list(logits.shape)}")
     _check("draft_tokens", args.draft_tokens, drafts, "[B, K]", TOKENS, device)
@@ -184,7 +184,7 @@ def _check_verify(args: VerifyArguments | SigmoidArguments) -> None:
 
 
 def _check_filters(filters: Filters, logits: Tensor, axes: str) -> None:
-    """One entry for each index of the logits' first dimension."""
+    """Each filter has one entry per index of the logits' first dimension."""
     for name, value in zip(filters._fields, filters, strict=True):
         if value is not None:
             dtypes = TOKENS if name == "top_k" else FLOAT32
@@ -212,7 +212,7 @@ def _check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    # Without calls, which take longer than the comparisons.
+    # The fast path calls no functions, because calls take longer than the comparisons.
     is_strided = isinstance(tensor, Tensor) and tensor.layout == torch.strided
     if is_strided and tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
         return
@@ -225,7 +225,7 @@ def _check(
 
 
 def _check_strided(name: str, tensor: Tensor) -> None:
-    # The dispatcher passes a None for a required tensor on to the op as an undefined tensor.
+    # The dispatcher passes None for a required tensor as an undefined tensor.
     check_tensor(name, tensor, plain=False)
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
@@ -247,8 +247,8 @@ def filters_of(
     *,
     plain: bool = True,
 ) -> Filters:
-    """The filters of rows of logits as tensors. A number, whose range is checked, applies to all rows; `check_kinds`
-    refuses what is neither a number nor a tensor."""
+    """The filters of rows of logits, as tensors. A number is checked and applies to all rows; `check_kinds` refuses
+    anything else that is not a tensor."""
     check_tensor(name, logits, plain)
     return Filters(
         _per_row("temperature", temperature, logits),
@@ -275,7 +275,7 @@ def _per_row(name: str, value: Any, logits: Tensor) -> Any:
     if not 0 <= value <= largest:
         raise ValueError(f"{name}: expected {expected}, got {value}")
     dtype = torch.int64 if name == "top_k" else torch.float32
-    # Traced, a product serves every number, while `torch.full` would be specialised to this number.
+    # Under tracing, a product works for every number; `torch.full` would specialise the graph to this one.
     return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
 
 
@@ -287,7 +287,7 @@ KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p",
 
 def check_kinds(args: VerifyArguments | SigmoidArguments | GumbelArguments | Filters, plain: bool = True) -> None:
     """Check that numbers are numbers, flags are bools, and everything else is None or a tensor. The dispatcher would
-    refuse the rest without naming the argument, or take a bool for a number."""
+    not name the argument in its error, and would accept a bool as a number."""
     for name, value in zip(args._fields, args, strict=True):
         if name in NUMBERS:
             check_number(name, value)

@@ -1,9 +1,9 @@
-"""`specops::attend`: attention of new tokens over a static cache, which reads the slots that somebody sees.
+"""`specops::attend`: attention of new tokens over a static cache, which reads only slots that some token sees.
 
-Attention under a mask reads the whole cache, and the mask. Here each token comes with the span of slots that it sees:
-on CUDA a kernel reads the slots of each row's spans (`cuda/attention.py`), and a call on a CPU looks for the last
-slot. Compiled code calls the op unchanged. On a CPU a compiler would have to know how much is read. On CUDA Inductor
-would analyse the kernels anew for every layer of a model.
+Attention under a mask reads the whole cache and the mask. Here each token has the span of slots that it sees: on CUDA a
+kernel reads the slots of each row's spans (`cuda/attention.py`), and on a CPU a call reads the slots up to the last one
+seen. Compiled code calls the op without inlining it: on a CPU the number of slots depends on data, and on CUDA Inductor
+would analyse the kernels again for every layer of a model.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from .tracing import is_eager_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Slots from which compiled steps on a CPU attend to spans. In 2,048 slots that is faster up to 1,400 tokens of text:
-# the call and its mask take 0.1 ms a layer more, a slot that is not read saves 0.4 us (docs/design.md).
+# The least capacity at which compiled steps on a CPU attend to spans. With 2,048 slots they are faster for sequences up
+# to 1,400 tokens: the call and its mask cost 0.1 ms per layer, and each slot not read saves 0.4 us (docs/design.md).
 MIN_SPAN_CAPACITY = 2048
-# More new tokens than a step has: a prompt.
+# More new tokens than this are a prompt, not a step.
 MAX_STEP_TOKENS = 32
 
 
 def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
-    """True if spans serve tokens at positions [B, n] of a cache better than a mask over all slots."""
+    """True if spans are faster than a mask over all slots for tokens at positions [B, n] of a cache."""
     if dtype not in DTYPES:
         return False
     if positions.device.type == "cuda":
         return True
     if is_eager_cpu(positions):
-        # An eager step leaves out what nobody sees anyway. A prompt needs no mask.
+        # An eager step crops the cache to the visible slots anyway. For a prompt, spans avoid the mask.
         return positions.shape[1] > MAX_STEP_TOKENS
     return torch.compiler.is_dynamo_compiling() and capacity >= MIN_SPAN_CAPACITY
 
 
 def attention_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which attention computes with a tensor: under `torch.autocast` its dtype, as in torch's own."""
+    """The dtype in which attention computes with a tensor: the dtype of `torch.autocast` if it is on, as in torch's
+    attention."""
     kind = tensor.device.type
     return (
         torch.get_autocast_dtype(kind) if tensor.dtype in DTYPES and torch.is_autocast_enabled(kind) else tensor.dtype
@@ -46,8 +47,8 @@ def attention_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def spans_of(positions: Tensor, window: Window | None) -> Tensor:
-    """[B, n, 2], what `attend` takes for tokens at positions [B, n] that see a window of their text; None = all of it
-    up to their own slot."""
+    """The spans [B, n, 2] of tokens at positions [B, n] that see a window of their sequence; None = all slots up to
+    their own."""
     first = torch.zeros_like(positions) if window is None else window.first(positions)
     return torch.stack([first, positions], -1)
 
@@ -58,9 +59,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
     Args:
         queries: [B, G * H, n, D] float32, bfloat16 or float16; any strides.
         keys, values: [B, H, W, D] in the same dtype. Query heads g * G to (g + 1) * G - 1 share head g.
-        spans: [B, n, 2] int64, the first and the last slot that query i of a row sees, in [0, W). Slots of a row that
-            lie outside of all its spans are not read; what is between them has to be finite.
-        scale: of the scores.
+        spans: [B, n, 2] int64, the first and the last slot that query i of a row sees, in [0, W). On CUDA, a row's
+            slots before its first and after its last visible slot are not read. All slots that are read must be finite.
+        scale: the factor of the scores.
 
     Returns:
         [B, n, G * H, D].
@@ -85,7 +86,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
         if width == count > MAX_STEP_TOKENS and torch.equal(
             spans, spans_of(torch.arange(count, device=spans.device), None).expand_as(spans)
         ):
-            # A prompt from its first token on: what a mask would hide is then not computed either.
+            # A whole prompt: causal attention also skips computing the masked scores.
             output = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
             )
@@ -100,10 +101,10 @@ def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     batch, num_heads, count, head_dim = queries.shape
     group = num_heads // keys.shape[1]
     if count > head_dim:
-        # Folding copies the mask for each head of a group. For a long prompt the mask is larger than the keys.
+        # Repeat the keys: folding the heads would copy the mask, which is larger than the keys for a long prompt.
         keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (keys, values))
     else:
-        # The query heads of a group become further queries of the key head that they share, one head after another.
+        # Fold the query heads of a group into further queries of their shared key head.
         queries = queries.reshape(batch, keys.shape[1], group * count, head_dim)
         if mask is not None:
             mask = mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)

@@ -1,7 +1,7 @@
-"""`sample_gumbel` and `verify_gumbel`: a token depends on its row of logits, a seed and its position, and on nothing
-else (Daliri, Musco and Suresh 2024, arXiv 2408.07978).
+"""`sample_gumbel` and `verify_gumbel`: a token depends only on its row of logits, a seed and its position (Daliri,
+Musco and Suresh 2024, arXiv 2408.07978).
 
-Both are one function: sampling is verification without drafts.
+Both call one function: sampling is verification without drafts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def sample_gumbel(
 
     The token is the argmax of z(v) / T + g(v) over the tokens that the filters keep, where g(v) = -log(-log u(v)), and
     u is a hash of seed, position and token. Two models that draw with the same seed and position share the noise, and
-    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the law, and what
-    rounding can change are in docs/math.md, section 17.
+    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the law and the
+    effects of rounding are in docs/math.md, section 17.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
             largest float32.
-        seeds: [N] int64, a seed for each text.
-        positions: [N] int64, the index of each token in its text, which is the number of tokens before it.
+        seeds: [N] int64, a seed for each sequence.
+        positions: [N] int64, the index of each token in its sequence, which is the number of tokens before it.
         temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum). A
             tensor may have inf: all tokens are equally likely.
         top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
@@ -80,17 +80,17 @@ def verify_gumbel(
     """Draw the target's token at every position, and accept drafts as long as they equal it: lossless.
 
     With y_i the token that `sample_gumbel` draws from row i at position `positions` + i, the number accepted is the
-    number of leading i with x_i = y_i, and the output is y_0 .. y_n (Daliri et al. 2024). So the text is what sampling
-    from the target alone gives with this seed, whatever the drafts are and however they were made. No draft
-    probabilities are needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled draft should
-    come from `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by
-    `verify_exact`. docs/math.md, section 17, has the proof and both rates.
+    number of leading i with x_i = y_i, and the output is y_0 .. y_n (Daliri et al. 2024). So the sequence equals the
+    one that sampling from the target alone gives with this seed, whatever the drafts are. No draft probabilities are
+    needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled draft should come from
+    `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by `verify_exact`.
+    docs/math.md, section 17, has the proof and both rates.
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the walk.
         draft_tokens: [B, K] int64 or int32. A token outside [0, V) is padding, which equals no token.
-        seeds: [B] int64, a seed for each text.
-        positions: [B] int64, the position of row 0: the number of tokens in the text so far.
+        seeds: [B] int64, a seed for each sequence.
+        positions: [B] int64, the position of row 0: the number of tokens in the sequence so far.
         temperature, top_k, top_p, min_p: [B] or a number, as in `sample_gumbel`.
 
     Returns:
@@ -116,9 +116,9 @@ def verify_gumbel(
 
 
 def _is_long(logits: Tensor) -> bool:
-    """Compiled code on a CPU then calls the op: of long rows the eager form computes few scores, and none of those
-    behind a mismatch. With short rows the call takes longer than they do."""
-    # A guard on a length that is not known would make another graph of it.
+    """Whether compiled code on a CPU calls the op. The eager form computes few scores of a long row, and none after a
+    mismatch; for short rows the call itself would cost more."""
+    # A guard on a symbolic length would cause another graph.
     return not (isinstance(logits.shape[-1], int) and logits.shape[-1] <= 1024)
 
 

@@ -1,8 +1,8 @@
 """A static key-value cache for ragged rows.
 
-Every sequence has its own length, and the keys and values of its token at position j stand in slot j. A forward writes
-the slots of the tokens it reads, and each token attends to the slots up to its own. To undo a rejected draft, the next
-forward reads at an earlier position again; nothing is cropped or cleared.
+Sequences may differ in length. The keys and values of the token at position j are in slot j. A forward writes the slots
+of the tokens it reads, and each token attends to the slots up to its own. A rejected draft is undone because the next
+forward overwrites its slot; nothing is cropped or cleared.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .tracing import normal_tensors
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a text that a token sees: itself and the size - 1 tokens before it; or, `in_chunks`, itself and those
-    before it in its chunk of the text, which begins at a multiple of the size."""
+    """The part of a sequence that a token sees: itself and the size - 1 tokens before it; or, `in_chunks`, itself and
+    the tokens before it in its chunk, which begins at a multiple of the size."""
 
     size: int
     in_chunks: bool = False
 
     def first(self, positions: Tensor) -> Tensor:
-        """The position of the first token that each sees, >= 0."""
+        """The position of the first token that the token at each position sees, >= 0."""
         return positions // self.size * self.size if self.in_chunks else (positions - self.size + 1).clamp(min=0)
 
 
@@ -32,7 +32,7 @@ class RaggedKeyValues:
     """Keys and values of one attention layer, in buffers whose address and shape never change.
 
     Args:
-        keys, values: the shape, dtype and device of what will be written: [B, heads, n, head_dim].
+        keys, values: [B, heads, n, head_dim]; give the shape (except n), dtype and device of the buffers.
         capacity: slots per sequence.
     """
 
@@ -42,7 +42,7 @@ class RaggedKeyValues:
         self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these, [A, heads, n, head_dim], can be written."""
+        """Whether keys and values [A, heads, n, head_dim] can be written to the buffers."""
         return all(
             (new.shape[1], new.shape[3], new.dtype, new.device)
             == (buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device)
@@ -50,7 +50,7 @@ class RaggedKeyValues:
         )
 
     def clear(self, rows: Tensor | None = None) -> None:
-        """Forget the sequences `rows` [A]; None = all. Slots that are not visible must be finite too, because 0 times
+        """Zero the slots of the sequences `rows` [A]; None = all. Even invisible slots must be finite, because 0 times
         NaN is NaN."""
         for buffer in (self.keys, self.values):
             if rows is None:
@@ -59,15 +59,15 @@ class RaggedKeyValues:
                 buffer.index_fill_(0, rows, 0)
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
-        """Let sequence i have the first `width` slots of sequence sources[i]."""
+        """Copy the first `width` slots of sequence sources[i] to sequence i, for all i."""
         for buffer in (self.keys, self.values):
             buffer[:, :, :width] = buffer[sources, :, :width]
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor | int, rows: Tensor | None = None) -> None:
-        """Write [A, heads, n, head_dim] at slots [A, n] of the sequences `rows` [A], None = all, or one sequence for
-        each slot [A, n]; or at n neighbouring slots of all sequences, given the first."""
+        """Write [A, heads, n, head_dim] to slots [A, n] of the sequences `rows`: [A], or [A, n] for a sequence per
+        slot; None = all. An int as `slots` is the first of n consecutive slots of all sequences."""
         if isinstance(slots, int):
-            # A quarter of the time of an index assignment.
+            # This takes a quarter of the time of an index assignment.
             for buffer, new in ((self.keys, keys), (self.values, values)):
                 buffer.narrow(2, slots, new.shape[2]).copy_(new)
             return
@@ -83,15 +83,15 @@ class RaggedKeyValues:
 
         With all rows they are views of the buffers, otherwise copies.
         """
-        # To narrow takes half of the time of an index.
+        # `narrow` takes half the time of indexing.
         width = self.keys.shape[2] if width is None else width
         keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 
 def emptied(cache: RaggedKeyValues | None, keys: Tensor, capacity: int) -> RaggedKeyValues:
-    """A cache without texts for keys and values like `keys`: the same object, if it has the shape [B, heads, capacity,
-    head_dim], so that its address stays."""
+    """An empty cache for keys and values like `keys`. Returns the given cache, cleared, if its shape is
+    [B, heads, capacity, head_dim], so that its address stays."""
     if cache is not None and cache.keys.shape[:3:2] == (keys.shape[0], capacity) and cache.fits(keys, keys):
         cache.clear()
         return cache
@@ -105,9 +105,9 @@ def visible_slots(
 
     Args:
         positions: [B, n] int64.
-        slot_positions: [B or 1, S] int64, the position of what each slot holds.
-        window: what a token sees of its text; None = all up to its own position.
-        own_text: [B, n, S] bool, the slots that hold a token's own text; None = all up to its own position.
+        slot_positions: [B or 1, S] int64, the position of the token in each slot.
+        window: the part of its sequence that a token sees; None = all up to its own position.
+        own_text: [B, n, S] bool, the slots that hold a token's own sequence; None = all up to its own position.
     """
     slot_positions = slot_positions.unsqueeze(1)
     visible = slot_positions <= positions.unsqueeze(2) if own_text is None else own_text

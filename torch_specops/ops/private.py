@@ -1,7 +1,7 @@
-"""Every private name of torch that the package uses: no other module uses any.
+"""All private names of torch that the package uses; other modules import them from here.
 
-All are in torch 2.11 or before, and still in torch 2.15. If another release lacks one, an ImportError says which.
-Modules that `import torch` does not load are imported where they are used.
+All exist in torch 2.11 to 2.15. If another release lacks one, an ImportError names it. Modules that `import torch` does
+not load are imported where they are used.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["FunctionalTensorMode", "is_fake", "tree_leaves"]
 # The tensors that AOTAutograd gives an op.
 TRACED = FakeTensor, FunctionalTensor
 
-# The number of tracers that see the calls, and a test for mapped tensors.
+# The number of active dispatch modes (tracers), and whether `vmap` maps a tensor.
 num_modes: Callable[[], int] = _len_torch_dispatch_stack
 is_mapped: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
 
-# Says whether `torch.jit.trace` records the calls. For a type checker the name is private.
+# Whether `torch.jit.trace` records the calls. Type checkers treat the name as private.
 is_recording: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 @contextmanager
 def launching_directly() -> Iterator[None]:
-    """Leaves `wrap_triton` out of launches, with which an eager launch takes ten times as long. torch's own
+    """Launch kernels without `wrap_triton`, which makes an eager launch ten times slower. torch's
     `set_wrap_triton_enabled` turns an interrupt at its first line into an UnboundLocalError."""
     before = getattr(wrap_triton_enabled, "value", True)
     try:
@@ -52,14 +52,14 @@ def launching_directly() -> Iterator[None]:
 
 
 def all_gather(x: Tensor, num_ranks: int, group: Any) -> Tensor:
-    """[n, ...] of every rank, one below the other."""
+    """Concatenate the tensors [n, ...] of all ranks along the first dimension."""
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_gather_into_tensor(x, num_ranks, group.group_name))
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from compiling a function that eager code calls; it still traces the calls that it sees.
-    `torch.compiler.disable` imports Dynamo, for seconds, and takes 10 us in every call."""
+    """Keep Dynamo from compiling a function that eager code calls; calls inside traced code are still traced.
+    `torch.compiler.disable` would import Dynamo, which takes seconds, and add 10 us to every call."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
@@ -85,7 +85,7 @@ def is_compiler_error(error: Exception) -> bool:
 
 
 def is_limit_of_graphs(error: Exception) -> bool:
-    """True if a model's attributes got more values than torch keeps graphs for."""
+    """True if torch has hit its limit of recompilations for one piece of code."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)
@@ -97,12 +97,12 @@ def global_hooks() -> list[Any]:
 
 
 def hint(size: torch.SymInt) -> int:
-    """The size of the example that is traced, 1 if there is none."""
+    """The size in the traced example, or 1 without an example."""
     return size.node.hint or 1
 
 
 def inductor_hook() -> tuple[Any, Any]:
-    """Inductor's settings, with the hook for passes, and the class of a pass that has a key for its cache."""
+    """Inductor's config, which has the hook for graph passes, and the base class of a pass with a cache key."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -110,10 +110,10 @@ def inductor_hook() -> tuple[Any, Any]:
 
 
 def schema(op: Any) -> Any:
-    """The schema of an overload. `torch.library` writes schemas and reads none."""
+    """The schema of an overload. `torch.library` has no public function for it."""
     return op._schema
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tensors share if they share memory, also without data."""
+    """An id of a tensor's storage, equal for tensors that share memory; works for tensors without data too."""
     return tensor.untyped_storage()._cdata

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-# Op -> what it runs. The tests of CUDA code on a CPU call it, because their tensors lie to the dispatcher.
+# Op -> the function that runs it. Tests with stand-ins for CUDA tensors call it without the dispatcher.
 bodies: dict[str, Callable[..., Any]] = {}
 
 
@@ -22,14 +22,15 @@ def register_op(
     public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False, opaque_on_cuda: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`, and
-    return what `public` calls: the op, or in an eager call on a CPU the body, without the time of a dispatch.
+    return the function that `public` calls: it calls the op or, to save the dispatch, the body if the call is eager and
+    on a CPU.
 
-    This is `torch.library.triton_op` without its search of the body's source for kernels, which imports Triton and
-    Inductor (2 s, and a warning for each op if there is no Triton) and does not see kernels behind an import.
+    This replaces `torch.library.triton_op`, which searches the body's source for kernels. That search imports Triton
+    and Inductor (2 s, and a warning per op without Triton) and misses kernels that the body imports.
 
     Args:
-        is_opaque: given the arguments by name, says whether compiled code on a CPU calls the op, as an eager caller
-            does, and does not inline its body. Code of AOTInductor, which runs without Python, always inlines it.
+        is_opaque: takes the arguments by name, and returns whether compiled code on a CPU calls the op instead of
+            inlining its body. Code of AOTInductor, which runs without Python, always inlines it.
         opaque_on_cuda: the same for compiled code on CUDA.
     """
 
@@ -38,7 +39,7 @@ def register_op(
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
-            # An undefined tensor, which the body refuses, is None.
+            # The dispatcher passes an undefined tensor as None; the body refuses it.
             if args[0] is None or args[0].device.type != "cuda":
                 return body(*args)
             # Triton launches on the current device. Outside of tracing, kernels are launched directly, which takes a
@@ -48,17 +49,18 @@ def register_op(
 
         def call(*args: Any) -> Any:
             tensors = [x for x in args if isinstance(x, Tensor)]
-            # Operations on a tensor that requires a gradient would be recorded.
+            # The body would record operations on a tensor that requires a gradient.
             if is_eager_cpu(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-                # The dispatcher makes floats of other numbers, too.
+                # Convert numbers to float, as the dispatcher does.
                 return body(*(float(x) if index in floats else x for index, x in enumerate(args)))
             return op(*args)
 
-        # Where Dynamo leaves the public function to eager code, which raises an error, it leaves this too.
+        # If Dynamo falls back to eager code for the public function, so that it raises its error, it must skip this one
+        # too.
         private.leave_uncompiled(call)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """The form of the op that a compiler sees: its body, or the op itself. An exported program keeps the op."""
+            """What a compiler sees: the body of the op, or the op itself. An exported program keeps the op."""
             named = dict(zip(parameters, args, strict=False)) | kwargs
             device = next(iter(named.values())).device.type
             opaque = is_opaque(**named) if device == "cpu" else opaque_on_cuda and device == "cuda"
@@ -96,7 +98,7 @@ def _map_over_rows(op: Any) -> Callable[..., Any]:
             return mapped.flatten(0, 1)
 
         def parted(result: Tensor) -> Tensor:
-            # Without rows a size of -1 would be ambiguous.
+            # With zero rows, a size of -1 would be ambiguous.
             return result.reshape(info.batch_size, result.shape[0] // info.batch_size, *result.shape[1:])
 
         result = op(*(joined(value, dim) for value, dim in zip(args, in_dims, strict=True)))

@@ -1,4 +1,4 @@
-"""How a call runs: whether it can read the data of its tensors, and who may write what it makes."""
+"""Whether a call can read the data of its tensors, and a context for tensors that any mode may write."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def is_eager_cpu(*tensors: Tensor) -> bool:
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Within it no gradients are computed, and what is made may be written in inference mode and outside of it."""
+    """Compute no gradients, and make tensors that can be written both in inference mode and outside of it."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,5 +1,5 @@
 """Counter-based uniform numbers: a pure function of (seed, position, stream, index). A sequence's numbers do not depend
-on its place in the batch, on the device, or on the state of a generator, which a CUDA graph would freeze.
+on its row, on the device, or on the state of a generator, which a CUDA graph would freeze.
 
 Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the 64 bits of the seed,
 counter = (index // 4, stream, position low, position high), word index % 4 of the block. A word w gives the float
@@ -29,7 +29,7 @@ MASK = 0xFFFFFFFF
 GOLDEN, MIX_0, MIX_1 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK_64 = 0xFFFFFFFFFFFFFFFF
 
-# By a word: the high and the low word of each product.
+# (words, a multiplier) -> the high and the low word of each product.
 Multiply = Callable[[Any, int], tuple[Any, Any]]
 
 
@@ -38,8 +38,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
     Args:
         seeds: [B] int64, a seed per request; all 64 bits count.
-        positions: [B] int64, for example the length of the sequence. Using a position twice with one seed and stream
-            repeats its numbers.
+        positions: [B] int64, for example the length of the sequence. A position used twice with the same seed and
+            stream gives the same numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are the same as in a call with n = m.
         stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token), "inner" (seeds
             for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). Two streams never share a
@@ -58,7 +58,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
         torch.Size([2, 2])
     """
-    # What the dispatcher would refuse without naming the argument, or convert.
+    # The dispatcher would convert these arguments, or refuse them without naming them.
     for name, tensor in (("seeds", seeds), ("positions", positions)):
         check_tensor(name, tensor, expected="an int64 tensor [B]")
     if not is_int(n):
@@ -71,8 +71,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """The numbers of one verification, by one chain of rounds: `uniforms(.., K, "accept")` [B, K], and the first number
-    of the stream "sample" [B]. Both are views of one tensor and share no entry."""
+    """The numbers of one verification, computed together: `uniforms(.., K, "accept")` [B, K], and the first number of
+    the stream "sample" [B]. Both are views of one tensor."""
     numbers = step_uniforms(seeds, positions, num_draft_tokens)
     return numbers[:, :-1], numbers[:, -1]
 
@@ -82,8 +82,8 @@ def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Te
     return _step_uniforms(seeds, positions, num_draft_tokens)
 
 
-# Compiled code on a CPU calls these ops: their 200 operations on a few numbers each would take longer to compile than
-# the rest of a step.
+# Compiled code on a CPU calls these ops instead of inlining them: their 200 small operations would take longer to
+# compile than the rest of a step.
 @register_op(uniforms, is_opaque=lambda **_: True)
 def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     _check(seeds, positions, n)
@@ -131,11 +131,11 @@ def _check(seeds: Tensor, positions: Tensor, n: int) -> None:
 
 
 def row_seeds(seed: int, batch: int) -> Tensor:
-    """A seed for each row of a batch, by a 64-bit hash: with seed + row, row 1 of seed 0 would be row 0 of seed 1.
+    """A seed for each row of a batch, by a 64-bit hash. (With seed + row, row 1 of seed 0 would equal row 0 of seed 1.)
 
     The hash is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), with arithmetic
     modulo 2**64: row b gets mix(mix(seed) + (b + 1) * 0x9E3779B97F4A7C15). Rows of one seed never share a row seed.
-    Rows of two seeds may, as two random numbers of 64 bits may.
+    Rows of different seeds collide as rarely as random 64-bit numbers.
 
     Args:
         seed: in [-2**63, 2**63).
@@ -153,11 +153,11 @@ def row_seeds(seed: int, batch: int) -> Tensor:
 def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     """Seeds for a source that drafts for a draft: n for each sequence and position, of 63 random bits each.
 
-    With the sequence's own seed, the inner source would use numbers that the outer source uses, in this step or later.
+    With the sequence's seed itself, the inner source would reuse numbers of the outer source, in this step or later.
 
     Args:
         seeds, positions: as in `uniforms`.
-        n: how often the inner source is asked in a step.
+        n: the number of calls to the inner source in a step.
 
     Returns:
         [B, n] int64.
@@ -167,15 +167,15 @@ def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[N, 2] int64 in [0, 2**32): the keys of the noise of `sample_gumbel`, which are the first two words of block 0 of
-    the stream "noise"."""
+    """[N, 2] int64 in [0, 2**32): the keys of the noise of `sample_gumbel`, the first two words of block 0 of the
+    stream "noise"."""
     zeros = torch.zeros_like(positions)
     counter = (zeros, zeros + STREAMS["noise"], positions & MASK, (positions >> 32) & MASK)
     return torch.stack(_philox(counter, (seeds & MASK, (seeds >> 32) & MASK))[:2], 1)
 
 
 def noise_key_bytes(seeds: Sequence[int], positions: Sequence[int]) -> bytes:
-    """The same N pairs for eager calls, each in 8 bytes."""
+    """`noise_keys` for eager calls: N pairs of 8 bytes each."""
     first, second, *_ = _packed_words(seeds, positions, [(0, STREAMS["noise"])])
     return (first | second << 32).to_bytes(8 * len(seeds), "little")
 
@@ -187,10 +187,10 @@ def _mixed(word: int) -> int:
 
 
 def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:
-    """[B, n] the numbers of given index [n] in given streams [n].
+    """[B, n] the numbers of given indices [n] in given streams [n].
 
-    Every number computes its whole block and keeps one of its four words: a compiler then sees one chain of rounds, and
-    not four, as it would if the words were put side by side.
+    Every number computes its whole block and keeps one of its four words, so that a compiler sees one chain of rounds.
+    Concatenating the four words would make it four chains.
     """
     seed, position = seeds.unsqueeze(-1), positions.unsqueeze(-1)
     counter = (index // 4, streams, position & MASK, (position >> 32) & MASK)
@@ -216,7 +216,7 @@ def _rounds(counter: Sequence[Any], key: Sequence[Any], weyl: tuple[int, int], m
 
 
 def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, by halves so that no int64 product overflows."""
+    """High and low 32 bits of a 32 x 32 bit product, from 16-bit halves so that no int64 product overflows."""
     low = a * (multiplier & 0xFFFF)
     high = a * (multiplier >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -237,8 +237,8 @@ def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]])
 def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """The four words of each row's blocks, for eager calls.
 
-    Each word of a block has 64 bits of one large Python integer, enough for the product of two words, so that one
-    operation serves all blocks. On tensors this small, the same work would take a hundred calls of torch.
+    Each 32-bit word takes 64 bits of one large Python integer, which is room for a product of two words. So one
+    operation handles all blocks, where torch would need a hundred calls on tiny tensors.
     """
     ones = _packed([1] * (len(seeds) * len(blocks)))
     mask = ones * MASK

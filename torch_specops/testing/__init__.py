@@ -1,8 +1,9 @@
 """Is a decoding loop lossless? `check_lossless` runs it many times and compares its tokens with the target's law;
-`check_engine` does the same for an engine, at each of its sampling settings. Is a verify op right? `sample_inputs` has
-calls of it, `compare` the comparison with the float64 oracle, and `verify_with_mistake` what a test has to find.
+`check_engine` does the same for an engine, at each of its sampling settings. Is a verify op right? `sample_inputs`
+yields test calls, `compare` compares the results with the float64 oracle, and `verify_with_mistake` has mistakes that a
+test must find.
 
-docs/testing.md says how to use them and what their numbers mean.
+docs/testing.md explains their use and their numbers.
 """
 
 from .cases import Case, sample_inputs

@@ -1,4 +1,4 @@
-"""The cases that every backend is tested on: a table of options, and what makes the arguments of a call of them."""
+"""The cases that every backend is tested on: a table of options, and functions that make the arguments of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import edits
 BELOW_ONE = 1.0 - 2.0**-24
 BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
 INF, NAN = math.inf, math.nan
-# Of a case that says nothing else.
+# The defaults of a case.
 BATCH, NUM_DRAFTS = 6, 3
 
 ROWS = ("temperature", "top_k", "top_p", "min_p")
@@ -30,8 +30,8 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. Rounding may decide where a name starts with
-    "tie_", and decides nothing where it starts with "exact_"."""
+    """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. In cases named "tie_..", rounding may decide
+    the result; in cases named "exact_.." it never does."""
 
     name: str
     op: str
@@ -39,7 +39,7 @@ class Case:
 
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:
-        """What the oracle returns."""
+        """The oracle's result."""
         return oracle(self.op, on_cpu(self.args))
 
 
@@ -67,15 +67,16 @@ def sample_inputs(
     Args:
         op: "verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel", "sample", "sample_gumbel" or
             "filter_logits".
-        device: where the tensors go, with their strides.
+        device: the device of the tensors, which keep their strides.
         vocab_sizes: every case is built once per size.
         seed: another seed gives other numbers, not other kinds of cases.
-        names: only these cases; all by default. The name of a `Case` is one of these and the vocabulary: "k3-V17".
-        max_rows, max_drafts: smaller batches and fewer drafts, for a large vocabulary; other numbers than without.
+        names: only these cases; None = all. The name of a `Case` is one of these plus the vocabulary: "k3-V17".
+        max_rows, max_drafts: limits of the batch and of the drafts, for a large vocabulary; they change the random
+            numbers.
 
     Yields:
-        Cases of 0 to 8 rows. Drafts are sampled from the draft's distribution where the case does not say otherwise.
-            Of `verify_gumbel`, four in five are what the oracle draws.
+        Cases of 0 to 8 rows. Drafts are sampled from the draft's distribution unless the case says otherwise. In
+            `verify_gumbel`, four in five drafts equal the oracle's draw.
 
     Raises:
         ValueError: an op without cases.
@@ -93,27 +94,27 @@ def sample_inputs(
         options = dict(CASES[name])
         for key, default, limit in (("batch", BATCH, max_rows), ("num_drafts", NUM_DRAFTS, max_drafts)):
             options[key] = min(options.get(key, default), limit or math.inf)
-        # A generator per case: adding a case changes no other.
+        # Each case has a generator, so that adding a case changes no other.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
         args = arguments_of(op, generator, vocab_size, options)
         yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
 
 
 def case_names(op: str) -> list[str]:
-    """The cases whose options the op has."""
+    """The cases that use only options of the op."""
     if op not in OPTIONS:
         raise ValueError(f"op: expected one of {', '.join(OPTIONS)}, got {op!r}")
     return [name for name, options in CASES.items() if options.keys() <= OPTIONS[op]]
 
 
 def arguments_of(op: str, generator: torch.Generator, vocab_size: int, options: Options) -> dict[str, Any]:
-    """The arguments of a call with these options, of which it takes out the layout and the scale."""
+    """The arguments of a call with these options. Removes the layout and the scale from `options`."""
     layout, scale = options.pop("layout", None), options.pop("scale", None)
     if op.startswith("verify"):
         args = _verify_arguments(generator, vocab_size, **options)
         args = _with_noise(generator, args, options.get("tokens", lambda *_: None)) if op == "verify_gumbel" else args
     else:
-        # The first rows of a verify case.
+        # Use the first target row of each sequence of a verify case.
         verify = _verify_arguments(generator, vocab_size, **options | {"num_drafts": 1})
         args = {"logits": verify["target_logits"][:, 0].contiguous(), "uniforms": verify["sample_uniforms"]}
         args |= _noise_arguments(generator, verify) | {key: verify[key] for key in ROWS if key in verify}
@@ -146,7 +147,7 @@ def _verify_arguments(
     filter_draft: bool | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
-    """Sequences of numbers are repeated over the rows. `lse` is added to the draft's."""
+    """Sequences of numbers are repeated over the rows. `lse` is added to the draft's logsumexp."""
     # Larger vocabularies get larger logits, as models have them, so that the likely tokens stay few.
     spread = 2.0 + math.log10(vocab_size)
     target = spread * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
@@ -164,7 +165,8 @@ def _verify_arguments(
         torch.rand(batch * num_drafts, generator=generator),
         **{key: x.repeat_interleave(num_drafts) for key, x in draft_rows.items()},
     )
-    # A row that cannot be sampled still gets a token of the vocabulary: its row must reject it, not its being padding.
+    # A row that cannot be sampled still gets a token of the vocabulary, so that it is rejected by its row and not as
+    # padding.
     anything = torch.randint(vocab_size, drafted.shape, generator=generator)
     draft_tokens = torch.where(drafted < 0, anything, drafted).view(batch, num_drafts)
     if tokens is not None:
@@ -199,7 +201,7 @@ def _with_noise(generator: torch.Generator, args: dict[str, Any], tokens: Any) -
 
 
 def _noise_arguments(generator: torch.Generator, args: dict[str, Any]) -> dict[str, Tensor]:
-    """All words of seeds and positions count; the positions of one text enter the upper word."""
+    """Seeds and positions that use all 64 bits; the positions of one sequence cross into the upper 32 bits."""
     seeds, positions = torch.randint(-(2**62), 2**62, (2, len(args["target_logits"])), generator=generator)
     positions[1:2] = 2**32 - 2
     return {"seeds": seeds, "positions": positions}
@@ -210,7 +212,7 @@ def _cycle(values: Sequence[float], count: int) -> Tensor:
 
 
 def _to_device(value: Any, device: torch.device | str) -> Any:
-    """A copy elsewhere keeps its strides, offset and alignment, which `Tensor.to` does not."""
+    """A copy on the device with the same strides, offset and alignment, which `Tensor.to` does not keep."""
     if not isinstance(value, Tensor) or torch.device(device) == value.device:
         return value
     storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device)
@@ -220,17 +222,17 @@ def _to_device(value: Any, device: torch.device | str) -> Any:
 HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = (BFLOAT16, HALF)
 MIXED_TEMPERATURE = (0.0, 1.0, 0.7, 0.0, 1.5, 0.3)
-# alpha and beta of a sigmoid case that names none; () for their defaults.
+# alpha and beta of sigmoid cases without a scale; () for the op's defaults.
 SCALES: tuple[tuple[float, ...], ...] = ((-5.0, 5.0), (), (-2.0, 7.0), (-1e4, 1e4))
-# Nearly equal scores reject only when the uniforms come close to 1.
+# With nearly equal scores, only uniforms close to 1 reject.
 LATE = tuple(1.0 - 2.0 ** -(3 + i % 9) for i in range(13))
-# Rows with and without each filter share a batch, six rows and more.
+# Each batch, of six rows or more, has rows with and without each filter.
 TOP_K = {"top_k": (1, 0, 5, 3, 10**6, 20)}
 TOP_P = {"top_p": (0.9, 0.5, 1.0, 0.0, 0.97, 2.0)}
 MIN_P = {"min_p": (0.1, 0.0, 0.5, 1.0, 0.02, -1.0)}
 ALL_FILTERS = {"top_k": (50, 0, 5, 8, 3), "top_p": (0.9, 0.6, 1.0, 0.95), "min_p": (0.0, 0.2, 0.05)}
 NO_LAW = {"top_p": (NAN, 0.9, 1.0), "min_p": (0.1, NAN, 0.0, 0.0)}
-# Added to the lse of the draft's rows: of other logits, of another temperature, or made of broken logits.
+# Added to the lse of draft rows, as if it came from other logits, another temperature or broken logits.
 WRONG_LSE = (-95.0, NAN, 0.5, 95.0, INF, -0.3, -INF, 0.0, -1e3, 1e30, 2.0)
 
 CASES: dict[str, Options] = {
@@ -408,7 +410,7 @@ CASES: dict[str, Options] = {
     "far_below": {"scale": (-5.0, 5.0), "edit": edits.far_below},
 }
 
-# What the cases of an op may say.
+# The options that cases of each op may have.
 ROW_OPTIONS = {"batch", "dtypes", "noise", "edit", "temperature", "layout", "uniform_dtype", "accept", "sample"}
 VERIFY_OPTIONS = ROW_OPTIONS | {"num_drafts", "tokens", "token_dtype"}
 NOISE_OPTIONS = (ROW_OPTIONS | {"filters"}) - {"uniform_dtype", "accept", "sample"}

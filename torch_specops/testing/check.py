@@ -1,4 +1,4 @@
-"""The checks of a decoding loop and of an engine: their tokens are counted and compared with the target's law."""
+"""Checks of a decoding loop and of an engine: they count tokens and compare the counts with the target's law."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 Call = Callable[[Tensor], Generated]
 
 MAX_OUTCOMES = 2**20
-# The most texts that an engine's target reads at once.
+# The most sequences that an engine's target reads at once.
 MAX_TEXTS = 8192
 # The fields of `SamplingParams` whose law is known here.
 KNOWN = ("temperature", "top_k", "top_p", "min_p")
@@ -45,28 +45,29 @@ def check_lossless(
     """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given the
     tokens before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
 
-    docs/testing.md says what to run it on and what the numbers mean. A row may emit fewer tokens, followed by -1: the
-    test of a position uses the rows that emitted it; the joint test uses all rows, completed by draws from the target.
+    docs/testing.md says how to choose the models and how to read the numbers. A row may emit fewer tokens, followed by
+    -1: the test of a position uses the rows that have a token there; the joint test uses all rows, completed with draws
+    from the target.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
             differ for each trial. All its random numbers must come from the seeds, by row, or for the batch by
             `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L], L >= `num_tokens`: the
-            generated tokens without the prompt, at least 1 per row, then any negative number. To have drafts counted,
-            it returns `(tokens, num_accepted, num_reached)`, the last two [N]: drafts accepted, and drafts accepted or
-            rejected, which excludes those after a rejection.
-        target: the law to keep: a function from int64 texts [N, t] to logits [N, V] of the next token (or [N, t, V], of
-            which the last is used), such as `lambda ids: model(ids).logits` for a transformers model; a `MarkovModel`;
-            or its table of logits, [V, V] or [V + 1, V] for order 1. Apply the loop's temperature and filters to
-            these logits; -inf excludes a token.
+            generated tokens without the prompt, at least 1 per row, then any negative number. To count drafts too, it
+            returns `(tokens, num_accepted, num_reached)`, the last two [N]: the drafts accepted, and the drafts
+            accepted or rejected, without those after a rejection.
+        target: the law to keep: a function from int64 sequences [N, t] to logits [N, V] of the next token (or
+            [N, t, V], of which the last is used), such as `lambda ids: model(ids).logits` for a transformers model; a
+            `MarkovModel`; or its table of logits, [V, V] or [V + 1, V] for order 1. Apply the loop's temperature and
+            filters to these logits; -inf excludes a token.
         draft: the loop's draft, in the same form. It is not tested. With it the report shows the overlap sum min(p, q),
-            and how large a bias well-known mistakes would cause.
+            and the bias that well-known mistakes would cause.
         vocab_size: V >= 2.
         num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20.
-        trials: how many texts are generated, >= 100.
+        trials: how many sequences are generated, >= 100.
         prompt: [P] token ids in [0, V); may be empty. Prompts and seeds are made on its device.
-        batch_size: N of a call of `step_fn`, and the most texts that `target` and `draft` read at once.
-        significance: in (0, 1), probability that a lossless loop is rejected, over all tests together.
+        batch_size: N of a call of `step_fn`, and the most sequences that `target` and `draft` read at once.
+        significance: in (0, 1), the probability that any test rejects a lossless loop.
         seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
         progress: called as `progress(done, trials)` after each batch.
 
@@ -94,7 +95,7 @@ def check_lossless(
     def call(seeds: Tensor) -> Generated:
         return step_fn(start.repeat(len(seeds), 1), seeds[:, 0].to(start.device))
 
-    # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in these.
+    # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in those bits.
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (trials, 1), generator=generator, device="cpu")
     repeated = "random numbers that come from its seeds, got the tokens of other seeds"
@@ -112,7 +113,7 @@ def check_lossless(
 
 
 def _suspicion(counts: Tensor, law: Tensor, *, has_drafts: bool) -> str:
-    """What tokens that break their law [V] point to."""
+    """A likely cause, as a sentence, if the counts at position 0 break their law [V]; empty if none is known."""
     temperature = fitting_temperature(counts, law)
     if temperature is not None:
         return (
@@ -142,30 +143,29 @@ def check_engine(
     progress: Progress | None = None,
     same_text_as: GenerateFn | None = None,
 ) -> EngineReport:
-    """Test, as `check_lossless` does, whether an engine's tokens have the target's law, for each of its sampling
+    """Test whether an engine's tokens have the target's law, as `check_lossless` does, for each of its sampling
     settings. docs/testing.md has recipes.
 
-    An engine is anything that continues prompts: vLLM, a server, your own `generate`. If it reads a setting from the
-    wrong row of a batch, or forgets it, the text is still fluent. So every call has requests of all settings, in turn.
+    An engine is anything that continues prompts: vLLM, a server, your own `generate`. An engine that ignores a setting,
+    or reads it from the wrong row of a batch, still writes fluent text. So every call mixes requests of all settings.
 
     Args:
         generate: called as `generate(prompts, params, seeds)` with lists of equal length: prompts as lists of token
             ids, a `SamplingParams` of numbers for each, and ints in [0, 2**31). It returns the new tokens of each
             request, as lists or as an integer tensor [N, L], in the same order: at least 1, and `num_tokens` unless the
-            text ended. Further tokens are ignored, and a negative number ends a row. An engine without seeds may ignore
-            them, but must not start every call from the same state.
+            sequence ended. Further tokens are ignored, and a negative number ends a row. An engine without seeds may
+            ignore them, but must not start every call from the same state.
         target: the model as in `check_lossless`, but before temperature and filters.
         settings: name -> parameters: only temperature and filters, each a number. The law follows
             `torch_specops.filter_logits`, whose filters match transformers' and vLLM's; temperature 0 is the
             argmax.
-        prompts: token ids in [0, V). The first setting continues the first prompt, the second the second, and so on
-            from the beginning.
+        prompts: token ids in [0, V). The i-th setting continues the i-th prompt; prompts repeat if there are fewer.
         trials: for each setting, >= 100.
         batch_size: trials of each setting in one call.
         progress: called as `progress(done, requests)` after each call.
-        same_text_as: for an engine that claims that a text depends on request and seed alone, as this package with
+        same_text_as: for an engine whose tokens should depend only on request and seed, as in this package with
             `verify="gumbel"`: the same engine with another draft, another number of drafts, or none. It gets the
-            requests of each call in reverse order, and must return the same texts.
+            requests of each call in reverse order, and must return the same tokens.
         vocab_size, num_tokens, significance, seed: as in `check_lossless`; `significance` is shared by all settings.
 
     Raises:
@@ -207,7 +207,7 @@ def check_engine(
             others = _as_rows("same_text_as", same_text_as(texts[::-1], params[::-1], own_seeds[::-1]), num_tokens)
             size = len(own_seeds), num_tokens, vocab_size
             found, other = _read_tokens("generate", rows, *size)[0], _read_tokens("same_text_as", others, *size)[0]
-            # Any negative number ends a text.
+            # Any negative number ends a sequence.
             differs = found.clamp(min=-1) != other.clamp(min=-1).flip(0)
             changed.append(differs.any(-1).view(seeds.shape).sum(0))
         return rows
@@ -229,7 +229,7 @@ def check_engine(
 
 
 def _as_rows(name: str, rows: Sequence[Sequence[int]] | Tensor, num_tokens: int) -> Tensor:
-    """What an engine returns as a tensor [N, >= num_tokens], with -1 behind the ends of texts."""
+    """An engine's result as a tensor [N, >= num_tokens], with -1 after the end of each sequence."""
     if not isinstance(rows, Tensor):
         if not isinstance(rows, Sequence):
             raise TypeError(f"{name}: expected lists of tokens, or a tensor of them, got {type(rows)}")
@@ -240,14 +240,14 @@ def _as_rows(name: str, rows: Sequence[Sequence[int]] | Tensor, num_tokens: int)
 def _sample(
     name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | None
 ) -> tuple[Tensor, float | None]:
-    """[trials, S, T] int64 tokens for seeds [trials, S], negative where none was emitted; accepted / reached drafts.
-    `repeated` is the end of the error that is raised if a call repeats the tokens of the first."""
+    """[trials, S, T] int64 tokens for seeds [trials, S], negative where none was emitted; and accepted / reached
+    drafts. `repeated` ends the message of the error if a call repeats the tokens of the first call."""
     batches: list[Tensor] = []
     num_accepted = num_reached = 0
     for batch in seeds.split(batch_size):
         tokens, accepted, reached = _read_tokens(name, call(batch), batch.numel(), len(laws), laws[0].shape[1])
         tokens = tokens.view(*batch.shape, len(laws))
-        # If rows hardly differ, the law is nearly certain, and batches may be equal by chance.
+        # If the rows of a batch hardly differ, the law is nearly certain, and batches may be equal by chance.
         if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
             raise ValueError(f"{name}: expected {repeated}")
         batches.append(tokens)
@@ -259,7 +259,7 @@ def _sample(
 
 
 def _read_tokens(name: str, result: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:
-    """[N, num_tokens] tokens on the CPU, drafts accepted, drafts reached."""
+    """Check a result. Returns [N, num_tokens] tokens on the CPU, drafts accepted, drafts reached."""
     tokens, *counts = result if isinstance(result, tuple) else (result,)
     for part, tensor in zip(("tokens", "num_accepted", "num_reached"), (tokens, *counts), strict=False):
         if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
@@ -296,8 +296,8 @@ def _conditional_laws(
     most: int,
     params: SamplingParams | None = None,
 ) -> Laws:
-    """The laws of `num_tokens` tokens after the prompt, under the parameters if they are given; the model reads at most
-    `most` texts at once."""
+    """The laws of `num_tokens` tokens after the prompt, under the sampling parameters if given; the model reads at most
+    `most` sequences at once."""
     model = MarkovModel(model) if isinstance(model, Tensor) else model
     read = model.next_logits if isinstance(model, MarkovModel) else model
     laws = []

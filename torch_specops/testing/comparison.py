@@ -1,14 +1,14 @@
-"""The result of an op against the oracle's, row by row.
+"""Compares the result of an op with the oracle's, row by row.
 
-The oracle computes in float64, an implementation in float32 or better. Wherever the two may disagree, a number of the
-call lies so close to its threshold that the oracle itself decides otherwise as soon as that number moves a little. So a
-row must equal the oracle's, or the oracle's with its other uniforms, filters and `draft_lse` moved by the bound of
-`_bound`, or by a half, a quarter .. of it, each up or down; and its next token may be any whose interval of the CDF is
-no further from the uniform than the bound. What is exact does not move: a uniform of 0, a filter that is off, an lse
-that is not finite; and greedy rows depend on none of these numbers.
+The oracle computes in float64, an implementation in float32 or better. They may differ only if some number of the call
+is so close to its threshold that a small change of it also changes the oracle's result. So a row must equal the
+oracle's result, or its result after the acceptance uniforms, filters and `draft_lse` moved by the bound of `_bound`, or
+by a half, a quarter .. of it, each up or down. The next token may be any whose interval of the CDF is within the bound
+of the uniform. Exact numbers do not move: a uniform of 0, a filter that is off, an lse that is not finite. Greedy rows
+depend on none of these numbers.
 
-A token that is the argmax of scores with Gumbel noise may be any whose score lies closer to the largest than the two
-bounds of `_score_bounds`.
+A token drawn with Gumbel noise may be any whose score differs from the largest by at most the sum of their bounds
+(`_score_bounds`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .cases import BELOW_ONE_FLOAT64, Case, on_cpu, oracle
 
 # The largest w = 1 - u of Gumbel noise in float32.
 LARGEST = 1.0 - 2.0**-24
-# A number may move by less than its bound.
+# The shares of its bound by which a number is moved.
 SHARES = [2.0**-k for k in range(12)]
-# Names of arguments that move together, and of those that draw the next token.
+# Groups of arguments that move together, and the arguments that draw the next token.
 MOVED = (("accept_uniforms",), ("draft_lse",), ("top_p", "min_p"))
 DRAWING = ("sample_uniforms", "uniforms")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: how many `rows` there are, how many of them differ from the oracle by float32 `rounding`,
-    and which are `wrong`."""
+    """The result of `compare`: the number of `rows`, the number that differ from the oracle only by float32 `rounding`,
+    and the `wrong` rows."""
 
     rows: int
     rounding: int
@@ -50,8 +50,8 @@ class Comparison:
 def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
     """Compare the result of an op with the oracle's, row by row.
 
-    A row must equal the oracle's, bit for bit, but for rounding (of which "exact_" cases have none); `sample`'s lse
-    must be close. Wrong shapes, dtypes or a wrong number of outputs raise AssertionError.
+    A row must equal the oracle's bitwise, except for rounding (which "exact_" cases do not allow); `sample`'s lse must
+    be close. Wrong shapes, dtypes or a wrong number of outputs raise AssertionError.
     """
     args, expected = on_cpu(case.args), case.expected
     got = tuple(x.cpu() for x in ((got,) if isinstance(got, Tensor) else got))
@@ -93,7 +93,7 @@ def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) 
     if op == "sample_gumbel":
         return expected[0] == got[0]
     if op == "sample":
-        # Exact where it is infinite, and 0 in greedy rows.
+        # The lse must be exact if it is infinite, or 0 as in greedy rows.
         lse, tolerance = expected[1], 1e-6 * (1 + expected[1].abs())
         close = (got[1] == lse) | ((lse != 0) & lse.isfinite() & ((got[1] - lse).abs() <= tolerance))
         return close & (expected[0] == got[0])
@@ -101,8 +101,8 @@ def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) 
 
 
 def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
-    """How far a number may move in each row: scaled logits z of some tens have probabilities with a relative error of
-    some tens of 2**-24, and sums of them a few more. A low temperature makes the logits as much larger."""
+    """How far a number may move in each row: for scaled logits of some tens, probabilities have a relative error of
+    some tens of 2**-24, and their sums a few more. A low temperature enlarges the logits, and the bound with them."""
     t = torch.ones(len(like)) if temperature is None else temperature
     bound = (2.0**-15 / t.double().clamp(min=2.0**-9, max=1.0)).nan_to_num()
     return bound.view(-1, *[1] * (like.dim() - 1))
@@ -110,9 +110,9 @@ def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
 
 @contextmanager
 def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[None]:
-    """While active, the oracle draws the next token of a row that was got, if the uniform is as close to its interval
-    of the CDF as the bound. No share of the bound is sure to meet the interval of an unlikely token. With Gumbel noise
-    it draws every token that was got, if its score is as close to the largest as their bounds."""
+    """While active, the oracle draws the next token that `got` has, if its interval of the CDF is within the bound of
+    the uniform. (Moving the uniform by shares of the bound could miss the interval of an unlikely token.) With Gumbel
+    noise the oracle draws each token of `got` whose score is within the bounds of the largest."""
 
     def draw(weights: Tensor, s: float) -> int:
         sums, total = weights.cumsum(0), weights.sum()
@@ -128,7 +128,7 @@ def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[
             scores[token] = math.inf
         return scores
 
-    # The oracle draws from every row, each time that it is called.
+    # Cycle, because the oracle is called several times, and draws from every row each time.
     tokens = itertools.cycle(got[0].flatten().tolist())
     token, inverse_cdf = -1, reference.inverse_cdf
     if op == "sample":
@@ -154,7 +154,7 @@ def _scores(change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
 
 
 def _second(scores: Tensor, bounds: Tensor) -> Tensor:
-    """The largest score falls behind all that are as close as their bounds."""
+    """Lower the largest score below all scores that are within their bounds of it."""
     largest = scores.argmax()
     bounds[largest] *= -1
     return scores + bounds
@@ -163,9 +163,9 @@ def _second(scores: Tensor, bounds: Tensor) -> Tensor:
 def _score_bounds(gap: Tensor, noise: Tensor) -> Tensor:
     """How far float32 may be from the score gap + g of each token.
 
-    A subtraction, the two roundings of a product with 1 / T, the logarithms and the sum each have an error below 2**-23
-    of what they return, and of 1 near a zero of log; 2**-20 is more than all of them. w is rounded twice, and is at
-    most 1 - 2**-24; g has what that makes of it."""
+    The subtraction, the two roundings of a product with 1 / T, the logarithms and the sum each have an error below
+    2**-23 of their result, or of 1 near a zero of log; 2**-20 exceeds their total. w is rounded twice and has the
+    maximum 1 - 2**-24, which also changes g."""
     w = -torch.expm1(-torch.exp(-noise))
     low, high = ((w * factor).clamp(2.0**-33, LARGEST) for factor in (1 - 2.0**-22, 1 + 2.0**-22))
     low_g, high_g = (-torch.log(-torch.log1p(-x)) for x in (high, low))
@@ -175,7 +175,7 @@ def _score_bounds(gap: Tensor, noise: Tensor) -> Tensor:
 def _moved(
     op: str, args: dict[str, Any], share: float, groups: tuple[tuple[str, ...], ...]
 ) -> Iterator[dict[str, Any]]:
-    """The arguments moved by a share of the bound, with every choice of directions."""
+    """The arguments, moved by a share of the bound in all combinations of directions."""
     names = [[name for name in together if args.get(name) is not None] for together in groups]
     for signs in itertools.product((-1, 1), repeat=sum(map(bool, names))):
         moved = dict(args)
@@ -186,7 +186,7 @@ def _moved(
                 if name == "draft_lse":
                     moved[name] = torch.where(x.isfinite(), changed, x)
                 else:
-                    # Between 0 and 1, without the ends. Beyond 1 a draft of p = q is rejected; beyond both the first or
+                    # Stay strictly between 0 and 1. Above 1 a draft with p = q is rejected; outside [0, 1) the first or
                     # the last token is drawn, however unlikely it is.
                     lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE_FLOAT64
                     endless = name in DRAWING or (name == "accept_uniforms" and op != "verify_block")

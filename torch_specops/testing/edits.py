@@ -1,4 +1,4 @@
-"""What the cases do to their tensors: layouts in memory, padded drafts, and logits that are hard to get right."""
+"""Edits of the tensors of cases: memory layouts, padded drafts, and logits that are hard to handle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batch_sliced(x: Tensor) -> Tensor:
 
 
 def vocab_sliced(x: Tensor) -> Tensor:
-    """The middle of longer rows: odd row stride, odd storage offset, so that rows start at no 16-byte boundary."""
+    """The middle of longer rows: odd row stride and odd storage offset, so that no row starts at a 16-byte boundary."""
     longer = x.new_zeros(*x.shape[:-1], (x.shape[-1] + 4) | 1)
     longer[..., 1 : 1 + x.shape[-1]] = x
     return longer[..., 1 : 1 + x.shape[-1]]
@@ -30,7 +30,7 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The first row for the whole batch, by a stride of zero."""
+    """The first row repeated over the batch, by a stride of zero."""
     return x[:1].expand_as(x)
 
 
@@ -69,7 +69,7 @@ def token_zero(tokens: Tensor, vocab_size: int) -> None:
 
 
 def token_zero_later(tokens: Tensor, vocab_size: int) -> None:
-    """All but the first."""
+    """Token 0 at all positions but the first."""
     tokens[:, 1:] = 0
 
 
@@ -82,7 +82,7 @@ def fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
 
 
 def _fill(logits: Tensor, value: float) -> None:
-    """Row 0 at every position, row 1 at the first, row 2 at the last; half of row 3."""
+    """Fill row 0 at every position, row 1 at the first, row 2 at the last, and every second logit of row 3."""
     logits[:1] = value
     logits[1:2, :1] = value
     logits[2:3, -1:] = value
@@ -99,7 +99,8 @@ def fill_mixed(target: Tensor, draft: Tensor) -> None:
 
 
 def mask(target: Tensor, draft: Tensor) -> None:
-    """Masks that differ: tokens 1, 4, 7.. excluded by the draft, 2, 5, 8.. by the target, in two rows nearly all."""
+    """Different masks: the draft excludes tokens 1, 4, 7.., the target 2, 5, 8..; in three rows one excludes nearly
+    all."""
     target[..., 2::3] = -INF
     draft[..., 1::3] = -INF
     target[:2, :, 1:-1] = -INF
@@ -107,7 +108,7 @@ def mask(target: Tensor, draft: Tensor) -> None:
 
 
 def mask_last(target: Tensor, draft: Tensor) -> None:
-    """The last token excluded by the target, where another is left."""
+    """The target excludes the last token, if another is left."""
     target[..., 1:][..., -1:] = -INF
 
 
@@ -117,20 +118,20 @@ def overflow(target: Tensor, draft: Tensor) -> None:
 
 
 def same(target: Tensor, draft: Tensor) -> None:
-    """p == q, with token 0 excluded on both sides where another is left: drafted all the same, its residual is zero."""
+    """p == q, and both exclude token 0 if another is left. If token 0 is drafted anyway, the residual is zero."""
     if target.shape[-1] > 1:
         target[..., 0] = -INF
     draft[:] = target[:, :-1]
 
 
 def ten_equal(target: Tensor, draft: Tensor) -> None:
-    """Ten tokens of equal logits, and no other."""
+    """Ten tokens with equal logits; all others are excluded."""
     for x in (target, draft):
         x[..., :10], x[..., 10:] = 0.0, -INF
 
 
 def barely_more(target: Tensor, draft: Tensor) -> None:
-    """Token 0, which the draft excludes, has 2**-115 of the target's mass and all of the residual."""
+    """Token 0, which the draft excludes, has 2**-115 of the target's mass and all the mass of the residual."""
     for x, first in ((target, -80.0), (draft, -INF)):
         x[..., 0], x[..., 1:2], x[..., 2:] = first, 0.0, -INF
 
@@ -146,14 +147,14 @@ def opposite(target: Tensor, draft: Tensor) -> None:
 
 
 def far_below(target: Tensor, draft: Tensor) -> None:
-    """Logits so low that their sigmoids would vanish, in float32 and, in half of the rows, in float64."""
+    """Logits so low that their sigmoids would underflow in float32 and, in half of the rows, in float64."""
     for x in (target, draft):
         x[::2] -= 1000.0
         x[1::2] -= 9000.0
 
 
 def raise_by(shift: float) -> Callable[[Tensor, Tensor], None]:
-    """Rows of large logits, a constant above what they were."""
+    """Add a constant to the draft's logits, and to every second target row."""
 
     def edit(target: Tensor, draft: Tensor) -> None:
         draft += shift
@@ -163,13 +164,13 @@ def raise_by(shift: float) -> Callable[[Tensor, Tensor], None]:
 
 
 def plateaus(target: Tensor, draft: Tensor) -> None:
-    """Few distinct values: many maxima tie, and many probabilities."""
+    """Few distinct values, so that many maxima and many probabilities tie."""
     for x in (target, draft):
         x.div_(4.0).round_()
 
 
 def zero_maxima(target: Tensor, draft: Tensor) -> None:
-    """Many maxima tie: they are zeros, with a sign or, in every other sequence, with and without."""
+    """Many maxima tie: they are negative zeros, and in every second sequence zeros of both signs."""
     for x in (target, draft):
         x.div_(4.0).round_().abs_().neg_()
         x[1::2, :, ::2] += 0.0

@@ -1,4 +1,4 @@
-"""Language models that are tables, so that their laws are known exactly."""
+"""Language models made of tables, so that their laws are known exactly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ class MarkovModel:
 
     Args:
         table: floating point [.., V] logits of the next token, with one axis before the last for each token of the
-            context, the oldest first: [V, V] for order 1, [V, V, V] for order 2. The last entry of a context axis
-            of size V + 1 means "there is no such token yet".
+            context, the oldest first: [V, V] for order 1, [V, V, V] for order 2. In a context axis of size V + 1, the
+            last entry stands for a token before the beginning.
 
     A call maps tokens [N, t] to logits [N, t, V] of the token after each of them, like one forward of a transformer.
 
     Raises:
         TypeError: `table` is not a floating point tensor.
-        ValueError: a table of another shape, or a text too short for a table without entries for missing tokens.
+        ValueError: a table of another shape, or a sequence that is too short for a table without entries for missing
+            tokens.
 
     Examples:
         >>> import torch
@@ -42,7 +43,7 @@ class MarkovModel:
         return self._logits(tokens, 1)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """[N, V] logits of the token after a text [N, t]; t may be 0."""
+        """[N, V] logits of the token after the sequences [N, t]; t may be 0."""
         return self._logits(tokens, tokens.shape[1])[:, 0]
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:
@@ -57,15 +58,15 @@ class MarkovModel:
 
 
 def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
-    """A target and a draft on which mistakes show: few tokens, none of them rare, a different law for each context, and
-    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected. With order two, a cache
-    that lags by one token gives the model another context; with order one it would not, because the newest token is
-    always passed. With a large vocabulary, or two models that agree, most mistakes change too little to be detected.
+    """A target and a draft that reveal mistakes: few tokens, none of them rare, a different law for each context, and
+    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected. With order 2, a cache that
+    lags by one token changes the context; with order 1 it does not, because the newest token is always passed. With a
+    large vocabulary, or two similar models, most mistakes change too little to be detected.
 
     Args:
         vocab_size: V >= 2; 6 to 16 is best.
         order: tokens of context, >= 1.
-        seed: of the random logits.
+        seed: the seed of the random logits.
 
     Returns:
         Two `MarkovModel` with float32 tables [V + 1, .., V + 1, V].

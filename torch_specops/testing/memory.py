@@ -1,4 +1,4 @@
-"""Fresh memory that shows when it is read."""
+"""Fills fresh memory with values that reveal reads of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def poison_memory() -> Iterator[None]:
     """While active, torch.empty, empty_like, empty_strided and Tensor.new_empty return NaN, or the lowest
     integer plus 7.
 
-    An op that reads memory it did not write, or leaves part of an output unwritten, then shows it.
+    This reveals an op that reads memory it did not write, or leaves part of an output unwritten.
     """
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""`verify_exact` as written by hand, right or with a plausible mistake: a control for tests."""
+"""`verify_exact` written by hand, correct or with a plausible mistake, as a control for tests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def verify_with_mistake(
     sample_uniforms: Tensor,
     temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`verify_exact` in plain float64, with a mistake. A test of an op must fail with each; otherwise it would not find
-    such a mistake. A test of a loop's law must fail with each but "1 - s", which keeps the law; the smaller the bias
-    ("u < min(p / q, 0.9)"), the more texts it takes.
+    """`verify_exact` in plain float64, with a mistake. A test of an op must fail with each of them. A test of a loop's
+    law must fail with each but "1 - s", which keeps the law; the smaller the bias ("u < min(p / q, 0.9)"), the more
+    sequences it needs.
 
     Args:
-        mistake: one of `MISTAKES`; None = none, which is right.
+        mistake: one of `MISTAKES`; None = no mistake.
         target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms: as in `verify_exact`. Tokens are in
             the vocabulary.
         temperature: above 0, a number or [B]; None = 1.

@@ -1,4 +1,4 @@
-"""The reports of `check_lossless` and `check_engine`, as numbers and as tables."""
+"""The reports of `check_lossless` and `check_engine`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ class LawTest:
 
     Attributes:
         position: 0 for the first generated token; None for the joint law.
-        total_variation: half the sum of |count - expected count|, divided by the number of tokens or texts counted.
+        total_variation: half the sum of |count - expected count|, divided by the number of tokens or sequences counted.
         expected_total_variation: its mean if the law holds.
-        total_variation_bound: the total variation of the loop's own law is below this with 99 % confidence, by
-            McDiarmid's inequality, which is not an approximation.
-        statistic, dof, p_value: of Pearson's test, after rare outcomes were pooled. If the loop emitted a token that
-            the target excludes, the statistic is infinite and the p-value 0.
+        total_variation_bound: the total variation of the loop's law from the target's is below this with 99 %
+            confidence, by McDiarmid's inequality, without approximation.
+        statistic, dof, p_value: results of Pearson's test, after rare outcomes were pooled. If the loop emitted a token
+            that the target excludes, the statistic is infinite and the p-value 0.
         detectable_effect: w; a law r with sum (r - p)**2 / p >= w**2 is rejected with 99 % probability or more.
-        detectable_total_variation: w / 2 and at most 1: a bias as large as this is detected (docs/testing.md).
-        pooled: probability of the outcomes too rare for a cell of their own; a bias among them is not detected.
-        impossible: how many tokens were emitted that the target excludes.
+        detectable_total_variation: w / 2 and at most 1: a bias of at least this size is detected (docs/testing.md).
+        pooled: probability of the outcomes that are too rare for a separate cell; a bias among them is not detected.
+        impossible: the number of emitted tokens that the target excludes.
         emitted: share of the trials in which the loop emitted this position; None for the joint law.
-        overlap: mean of sum min(p, q), the acceptance rate of a draft that reads the whole text; None without a draft.
+        overlap: mean of sum min(p, q), the acceptance rate of a draft that reads the whole sequence; None without a
+            draft.
     """
 
     position: int | None
@@ -72,7 +73,7 @@ class Report(ABC):
             raise AssertionError(str(self))
 
     def _page(self, verdict: str, tests: list[tuple[str, LawTest, bool]], remarks: Sequence[str] = ()) -> str:
-        """The verdict, a table with a line for each named test, which breaks or does not, and the remarks."""
+        """The verdict, a table with a line for each test (its name, and whether it breaks), and the remarks."""
         first = max(len(name) for name, _, _ in tests)
         titles = "emitted  overlap      TV  by chance  at most  chi-square    dof   p-value  visible"
         table = [f"{'':{first}}  {titles}"]
@@ -100,17 +101,17 @@ class Report(ABC):
 @dataclass(frozen=True)
 class LosslessReport(Report):
     """The result of `check_lossless`. It is true if no test rejects the target's law, and `str` gives a table. A true
-    report is no proof: there may be a bias below the tests' `detectable_total_variation`. A bias above their
-    `total_variation_bound` is excluded with 99 % confidence.
+    report does not exclude a bias below the tests' `detectable_total_variation`. It excludes a bias above their
+    `total_variation_bound` with 99 % confidence.
 
     Attributes:
         tests: a test for each position, then the joint test.
-        trials: how many texts were generated.
-        significance: probability that a lossless loop is rejected by any of the tests (Bonferroni).
+        trials: how many sequences were generated.
+        significance: probability that any of the tests rejects a lossless loop (Bonferroni).
         mistakes: name of a well-known mistake -> the total variation at position 0 that it would cause with this target
             and draft; empty without a draft.
-        beta: drafts accepted / drafts reached, as `step_fn` counted them; None if it does not.
-        suspicion: what the tokens at position 0 point to, if they break the law; empty if they point to nothing.
+        beta: drafts accepted / drafts reached, as `step_fn` counted them; None if it did not.
+        suspicion: a likely cause if the tokens at position 0 break the law; empty if none is known.
     """
 
     tests: tuple[LawTest, ...]
@@ -162,13 +163,13 @@ class LosslessReport(Report):
 
 @dataclass(frozen=True)
 class EngineReport(Report):
-    """The result of `check_engine`. It is true if no test rejects the target's law, and no text changed; `str` gives a
-    table.
+    """The result of `check_engine`. It is true if no test rejects the target's law and no sequence changed; `str` gives
+    a table.
 
     Attributes:
         reports: name of a setting -> its `LosslessReport`.
-        significance: probability that a lossless engine is rejected by any test of any setting (Bonferroni).
-        num_changed: name of a setting -> how many of its texts `same_text_as` changed; None = it was not given.
+        significance: probability that any test of any setting rejects a lossless engine (Bonferroni).
+        num_changed: name of a setting -> how many of its sequences `same_text_as` changed; None = it was not given.
     """
 
     reports: dict[str, LosslessReport]
@@ -177,7 +178,7 @@ class EngineReport(Report):
 
     @property
     def broken(self) -> list[str]:
-        """The settings whose law is rejected, or that have changed texts."""
+        """The settings whose law is rejected, or that have changed sequences."""
         changed = self.num_changed or {}
         return [name for name, report in self.reports.items() if not report or changed.get(name, 0) > 0]
 

@@ -1,4 +1,4 @@
-"""Pearson's chi-square test and what it can detect, without scipy: float64 sums and bisection."""
+"""Pearson's chi-square test and its power, without scipy: float64 sums and bisection."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from .report import CONFIDENCE, LawTest
 
-# For each position t, the laws [V ** t, V] of the token there, float64, after each text of t tokens.
+# For each position t, the laws [V ** t, V] of the token there after each sequence of t tokens, float64.
 Laws = list[Tensor]
 # With fewer expected outcomes in a cell, the chi-square approximation is poor.
 MIN_EXPECTED = 10.0
 
 
 def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[Tensor]:
-    """Counts of texts [N, T]: for each position t, [V ** t, V] of the tokens emitted there (>= 0), by the text before
-    them; then [V ** T] of the texts, whose missing tokens are drawn from the laws. A text y_0 y_1 .. is indexed as a
-    number in base V."""
+    """Count sequences [N, T]: for each position t, [V ** t, V] counts of the tokens emitted there (>= 0) by the tokens
+    before them; then [V ** T] counts of whole sequences, whose missing tokens are drawn from the laws. A sequence y_0
+    y_1 .. is indexed as a number in base V."""
     index = torch.zeros(len(tokens), dtype=torch.int64, device="cpu")
     uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64, device="cpu")
     counts = []
@@ -34,7 +34,8 @@ def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[
 
 
 def law_tests(counts: list[Tensor], laws: Laws, significance: float, draft: Laws | None = None) -> tuple[LawTest, ...]:
-    """One test for each position, of the tokens given the text before them, then the joint test; see `count_texts`."""
+    """One test for each position, of the tokens given the tokens before them, then the joint test; see
+    `count_texts`."""
     threshold, trials = significance / len(counts), int(counts[-1].sum())
     before = torch.ones(1, dtype=torch.float64, device="cpu")
     tests = []
@@ -50,19 +51,19 @@ def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -
     """The test that each row of counts [.., C] is a sample from its row of `law`, given the size of each sample."""
     counts = counts.double()
     sizes = counts.sum(-1, keepdim=True)
-    # The test of a position that no trial reached says nothing.
+    # Avoid a division by zero if no trial reached the position.
     trials = max(int(sizes.sum()), 1)
     expected = sizes * law
     impossible = int(counts[law == 0].sum())
     statistic, dof, pooled = pearson_statistic(counts, expected, MIN_EXPECTED)
     statistic = math.inf if impossible else statistic
     effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
-    # If the law is certain, any other token is detected, and some other occurs with probability 1 - (1 - TV)**trials.
+    # If the law is certain, any other token is detected, and one occurs with probability 1 - (1 - TV)**trials.
     is_certain = dof == 0 and pooled == 0 and int(sizes.sum()) > 0
     visible = 1 - (1 - CONFIDENCE) ** (1 / trials) if is_certain else min(effect / 2, 1.0)
     distance = float((counts - expected).abs().sum()) / 2 / trials
     by_chance = float(mean_absolute_deviation(sizes, law).sum()) / 2 / trials
-    # One trial moves the distance by 1 / trials at most, and its mean is no less than the loop's own.
+    # One trial moves the distance by at most 1 / trials, and the mean distance is at least that of the loop's law.
     bound = min(distance + math.sqrt(-math.log(1 - CONFIDENCE) / (2 * trials)), 1.0)
     numbers = (statistic, dof, chi_square_tail(statistic, dof), effect, visible, pooled / trials, impossible)
     return LawTest(position, distance, by_chance, bound, *numbers)
@@ -98,8 +99,8 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
-    """The temperature T at which the law's logits, divided by T, have the likelihood of the counts; 0 if all counts are
-    of the likeliest outcome; None if the counts do not have the law at that temperature either.
+    """The temperature T that maximises the likelihood of the counts, with the law's logits divided by T; 0 if only the
+    most likely outcome occurred; None if the counts do not fit the law at that temperature either.
 
     Args:
         counts: [V].
@@ -118,7 +119,7 @@ def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
     def mean(weights: Tensor) -> float:
         return float((weights * logits)[possible].sum() / weights.sum())
 
-    # The likelihood is greatest where the mean log-probability equals the counts'; it grows with 1 / T.
+    # The likelihood is greatest where the mean log-probability equals that of the counts; the mean grows with 1 / T.
     inverse = _solve(lambda value: value > 1e6 or mean(at(value)) >= mean(counts))
     fits = inverse > 1e-6 and chi_square(counts, at(inverse)) > 1 - CONFIDENCE
     return 1 / inverse if fits else None
@@ -143,14 +144,14 @@ def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> 
     counts, cells = merged(counts.gather(-1, order)), merged(expected)
     dof = ((cells > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     terms = torch.where((cells > 0) & (dof > 0), (counts - cells) ** 2 / cells, 0.0)
-    # A single cell that is a row's only possible outcome was not pooled.
+    # A cell that is the only possible outcome of a row was not pooled.
     num_pooled = float(cells[..., -1][pooled.sum(-1) > 1].sum())
     return float(terms.sum()), int(dof.sum()), num_pooled
 
 
 def chi_square_tail(statistic: float, dof: int, noncentrality: float = 0.0) -> float:
     """P(X >= statistic) for X with a noncentral chi-square law: chi-square laws with dof + 2 j degrees of freedom,
-    weighted by a Poisson law of mean noncentrality / 2 over j. Without degrees of freedom X is 0."""
+    weighted by a Poisson law of mean noncentrality / 2 over j. With dof 0, X is 0."""
     if dof == 0:
         return float(statistic <= 0)
     mean = noncentrality / 2
@@ -169,9 +170,9 @@ def critical_value(dof: int, significance: float) -> float:
 
 def detectable_effect(dof: int, significance: float, trials: int, power: float) -> float:
     """The smallest effect w, w**2 = sum (r - p)**2 / p for counts drawn from r, that a test of p with that significance
-    rejects with probability `power`: the statistic has noncentrality trials * w**2. Infinite without degrees of
-    freedom. Since 2 TV = sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2
-    is detected with at least that probability."""
+    rejects with probability `power`: the statistic has noncentrality trials * w**2. Infinite for dof 0. Since 2 TV =
+    sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2 is detected with at
+    least that probability."""
     if dof == 0:
         return math.inf
     critical = critical_value(dof, significance)

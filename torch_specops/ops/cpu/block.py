@@ -63,8 +63,8 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
     if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None
     for i in range(end - 1, 0, -1):
-        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), which is at most P_i. P_i = 1 accepts,
-        # even if the residual is empty.
+        # The accept rule of a block: u_i < h_i with h_i = S_i / (S_i + 1 - P_i) <= P_i. P_i = 1 accepts, even if the
+        # residual is empty.
         if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p, [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))
@@ -96,7 +96,7 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
     n = end
     if num_drafts > 0:
         reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
-        # Where the logits of both rows are equal, q = c p with a number c, and the residual is (P - c) p.
+        # If both rows have equal logits, q = c p for a number c, and the residual is (P - c) p.
         equal = None
         if q is not None:
             equal = (reach[:, :-1] - p_sum[:, :-1] * probability(p_max[:, :-1], q[1], q[2])).clamp(min=0)  # [B, K]
@@ -109,7 +109,8 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
             z_q, q_max, q_sum = (each[index] for each in q)
             return residual(weights, z, x[index], (z_q, q_max, q_sum), p * equal[index].float().unsqueeze(-1))
 
-        # P_0 = 1 is accepted whatever S_0 is. Without row 0 a dynamic K would begin at 3.
+        # Skip row 0, because P_0 = 1 is accepted whatever S_0 is. With a dynamic K keep it: otherwise K would begin at
+        # 3.
         first = 1 if type(num_drafts) is int else 0
         inner = slice(None), slice(first, num_drafts)
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
@@ -117,8 +118,8 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
         mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))  # [B, K+1] S_0 or 0, S_1 .. S_{K-1}, 0
         u = pad(args.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
-        # The accept rule of a block: u_i < h_i, h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts, even
-        # if the residual is empty.
+        # The accept rule of a block: u_i < h_i with h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts,
+        # even if the residual is empty.
         accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
         accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
         n = torch.where(accepted, position, 0).amax(1)
@@ -140,9 +141,9 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
 
 
 def _reach(p_x: Tensor, q_x: Tensor) -> Tensor:
-    """[B, K] P_1 .. P_K, P_i = min(P_{i-1} p / q, 1): the least of 1 and of the products of ratios that end at i."""
+    """[B, K] P_1 .. P_K, P_i = min(P_{i-1} p / q, 1): the minimum of 1 and all products of ratios that end at i."""
     ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
     index = torch.arange(ratio.shape[1], device=ratio.device)
     products = torch.where(index >= index.unsqueeze(-1), ratio.unsqueeze(1), 1.0).cumprod(-1)
-    # NaN is an overflow times a ratio of zero.
+    # A product is NaN if it overflowed before a ratio of zero.
     return torch.where(products.isnan(), 0.0, products).amin(1).clamp(max=1.0)

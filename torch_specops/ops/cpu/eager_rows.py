@@ -1,4 +1,4 @@
-"""Rows of logits as weights, the draw from them, and the argmax."""
+"""Rows of logits as weights, draws from them, and their argmax."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..tracing import is_eager_cpu
 from .filters import is_kept, row_bounds, scale_kept
 from .softmax import FLOAT32_MAX, FLOAT32_TINY, TILE, argmax
 
-# The eager form handles sequences one by one: a larger batch of sampled sequences takes the dense form, if its rows are
-# shorter than this.
+# The eager form loops over sequences. A batch of more than EAGER_MAX_BATCH sampled sequences takes the dense form if
+# its rows are shorter than EAGER_MIN_VOCAB.
 EAGER_MAX_BATCH, EAGER_MIN_VOCAB = 16, 1024
-# The number of logits that a thread handles at a time, few enough to stay in its cache.
+# The most logits that a thread processes at a time, so that they stay in its cache.
 CACHED_LOGITS = 2**16
-# Below this, weights lose digits.
+# Smaller weights have lost digits.
 LEAST_EXACT_WEIGHT = 2.0**-100
 # Vocabulary entries per tile of `argmax_by_tiles`, and the most logits that are searched without tiles.
 ARGMAX_TILE, ARGMAX_MAX_UNTILED = 128, 2**15
@@ -33,7 +33,7 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
-    """True for a traced or empty call, and where computing everything costs less than finding out what is needed."""
+    """True for a traced or empty call, and if computing all rows is cheaper than finding the rows that are needed."""
     if not is_eager_cpu(logits) or logits.shape[0] == 0:
         return True
     if logits.shape[-1] >= EAGER_MIN_VOCAB or logits.shape[0] <= EAGER_MAX_BATCH:
@@ -42,8 +42,8 @@ def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
 
 
 def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
-    """Runs of neighbouring sequences of one kind, as (True if they are sampled, where they are): as many sampled
-    sequences as stay in the cache, at least 1. The others are greedy, or have a negative or NaN temperature."""
+    """Runs of adjacent sequences of one kind, as (True if they are sampled, their slice). A run of sampled sequences is
+    as long as fits in the cache, at least 1. The others are greedy, or have a negative or NaN temperature."""
     temperatures = [1.0] * logits.shape[0] if temperature is None else temperature.tolist()
     if len(temperatures) == 1:
         yield temperatures[0] > 0, slice(0, 1)
@@ -62,7 +62,7 @@ def inverse_of(temperature: Tensor | None) -> Tensor | None:
     """1 / T of sampled sequences, as `inverse_temperature` has it; None if every T is 1."""
     if temperature is None or all(t == 1 for t in temperature.tolist()):
         return None
-    # Python's float64 takes a fifth of the time for one number, and rounds to the same float32.
+    # For one number, Python's float64 takes a fifth of torch's time and rounds to the same float32.
     return floats(list(map(inverse_number, temperature.tolist())))
 
 
@@ -112,7 +112,8 @@ class Rows(NamedTuple):
 def read_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> Rows:
     """[B, C, V], and 1 / T and filters [B] -> the rows, of sequences whose temperature is above 0."""
     z, maximum = scaled_rows(logits, inverse, filters)
-    # Softmax sums a row entry by entry. Dividing by the total, which torch sums pairwise, removes that error.
+    # `softmax` sums a row entry by entry. Dividing by `total`, which torch sums pairwise, removes the error of that
+    # sum.
     weights = torch.softmax(z, -1)
     if any(-math.inf in row for row in maximum):
         weights.nan_to_num_(0.0)
@@ -125,12 +126,12 @@ def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tup
     z = logits.float() if inverse is None else logits.float() * inverse.view(-1, 1, 1)
     if bounds is not None:
         if bounds.first is not None and not bounds.first.any():
-            # If no tie is cut, one comparison decides.
+            # If no tie is removed, one comparison is enough.
             bounds = bounds._replace(first=None)
         z = torch.where(is_kept(logits, bounds), z, -math.inf)
     maximum = z.amax(-1).tolist()
-    # NaN, infinite and overflown logits make the maximum NaN or infinite. Logits that overflow to -inf weigh nothing
-    # beside a larger maximum.
+    # Logits that are NaN, infinite or overflow make the maximum NaN or infinite. Logits that overflow to -inf have no
+    # weight next to a larger maximum.
     if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
         z = scale_kept(logits, inverse, bounds)
         maximum = z.amax(-1).tolist()
@@ -138,7 +139,7 @@ def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tup
 
 
 def columns(x: Tensor, first: int, stop: int) -> Tensor:
-    """x[:, first:stop], which takes microseconds even if that is x."""
+    """x[:, first:stop], without slicing if that is all of x, because a slice takes microseconds."""
     return x if (first, stop) == (0, x.shape[1]) else x[:, first:stop]
 
 
@@ -172,7 +173,7 @@ def draw_tokens(weights: Tensor, uniforms: Sequence[float], least: float = 0.0) 
 
 
 def _draw_from(weights: Tensor, u: float, least: float) -> int:
-    """[V] -> the token. In a long row, the tile that holds it is found first."""
+    """[V] -> the token. In a long row, first find the tile that contains it."""
     u, vocab_size = max(u, 0.0), weights.shape[0]
     if vocab_size <= TILE:
         values = weights.tolist()
@@ -183,21 +184,21 @@ def _draw_from(weights: Tensor, u: float, least: float) -> int:
     sums = list(accumulate(mass, initial=0.0))
     if sums[-1] <= least:
         return -1
-    # If rounding leaves u * sum above all sums, the last tile with a weight is taken.
+    # If u * sum exceeds all sums by rounding, take the last tile with a weight.
     tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
     inside = weights[tile * TILE : (tile + 1) * TILE].tolist()
     return tile * TILE + _first_above(list(accumulate(inside)), u * sums[-1] - sums[tile], inside)
 
 
 def _first_above(cdf: list[float], threshold: float, weights: list[float]) -> int:
-    """The first token whose sum exceeds the threshold; if rounding leaves none, the last with a weight."""
+    """The first token whose cumulative sum exceeds the threshold; if none does by rounding, the last with a weight."""
     token = bisect_right(cdf, threshold)
     return token if token < len(cdf) else max(token for token, weight in enumerate(weights) if weight > 0)
 
 
 def argmax_by_tiles(logits: Tensor) -> Tensor:
-    """`argmax`, of many logits in a third of the time: torch vectorises the maximum but not its index, which is
-    therefore looked for in one tile per row."""
+    """`argmax` in a third of the time for many logits: torch vectorises the maximum but not its index, so the index is
+    searched in one tile per row."""
     vocab_size = logits.shape[-1]
     if logits.numel() <= ARGMAX_MAX_UNTILED:
         row_max, best = logits.max(-1)
@@ -208,8 +209,8 @@ def argmax_by_tiles(logits: Tensor) -> Tensor:
         if whole < vocab_size:
             tile_max = torch.cat([tile_max, logits[..., whole:].amax(-1, keepdim=True)], -1)
         row_max, tile = tile_max.max(-1, keepdim=True)
-        # Indices beyond the vocabulary read the last entry again, which then is never the lowest index of a maximum.
+        # Indices beyond the vocabulary repeat the last entry, so they are never the lowest index of a maximum.
         index = tile * size + torch.arange(size, device=logits.device)
         best = tile[..., 0] * size + logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
-    # NaN and infinite logits are left to the plain form, which replaces them, and may make ties.
+    # `argmax` handles NaN and infinite logits: it replaces them, which may make ties.
     return best if all(-math.inf < each < FLOAT32_MAX for each in row_max.flatten().tolist()) else argmax(logits)

@@ -1,4 +1,4 @@
-"""Shared by the eager forms of the verify ops: the sequences in parts, the drafts, greedy rows, the next token."""
+"""Shared by the eager forms of the verify ops: splitting the batch, the drafts, greedy rows, the next token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .softmax import scale
 from .walk import LARGEST_EXPONENT, LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of, stats_from_lse
 
 Arguments = TypeVar("Arguments", VerifyArguments, SigmoidArguments)
-# For one sequence: how many drafts are accepted, and the next token.
+# Of one sequence: the number of accepted drafts, and the next token.
 Outcome = tuple[int, int]
 
 
 def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Outcome]]) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B]. The sequences are taken in the runs that `runs` gives: sampled
-    runs by the op's own function, all others by `_verify_greedy`."""
+    """output_tokens [B, K+1] and num_accepted [B]. The batch is split by `runs`: `verify_sampled` verifies the sampled
+    runs, `_verify_greedy` all others."""
     logits, draft_tokens = args.target_logits, args.draft_tokens
     outcomes: list[Outcome] = []
     for is_sampled, where in runs(logits, args.temperature):
@@ -40,8 +40,8 @@ def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Out
 
 
 def _verify_greedy(args: VerifyArguments | SigmoidArguments) -> list[Outcome]:
-    """Sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
-    `argmax_lenience`. With a negative or NaN temperature nothing is accepted."""
+    """Verify sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
+    `argmax_lenience`. A negative or NaN temperature accepts nothing."""
     assert args.temperature is not None
     target_logits, draft_tokens = args.target_logits, args.draft_tokens
     best = argmax_by_tiles(target_logits)
@@ -61,7 +61,7 @@ def _verify_greedy(args: VerifyArguments | SigmoidArguments) -> list[Outcome]:
 
 
 def prefix_length(accepted: Iterable[bool]) -> int:
-    """How many are accepted before the first that is not."""
+    """The number of accepted drafts before the first rejection."""
     return sum(1 for _ in takewhile(bool, accepted))
 
 
@@ -118,7 +118,7 @@ class Drafts:
         return probability
 
     def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
-        """[N, V] max(reach p - q, 0) for N rows (b, i) of p and their drafts, which have been read."""
+        """[N, V] max(reach p - q, 0) for N rows (b, i) of p and their draft rows, after `read`."""
         p_weights, p_factors = pick_rows(p.weights, where), p.factors(where, reach)
         if self.args.draft_logits is None:
             weights = p_weights * p_factors
@@ -130,19 +130,19 @@ class Drafts:
         else:
             q, drafts = self._rows_from_lse(where), [(row, 0) for row in range(len(where))]
             q_weights = q.weights.squeeze(1)
-        # Written over q, which is not needed again: allocating memory costs more than the arithmetic.
+        # Overwrite q, which is not needed again: allocating memory costs more than the arithmetic.
         minus_q = q_weights.mul_(q.factors(drafts, -1.0))
         for row, ((b, i), (c, j)) in enumerate(zip(where, drafts, strict=True)):
             if p.maximum[b][i] == q.maximum[c][j] and torch.equal(p.z[b, i], q.z[c, j]):
-                # Equal logits mean q = m reach p, which rounding would hide, and a residual of (1 - m) reach p. In rows
-                # without a finite entry m is NaN.
+                # If the logits are equal, q = m reach p, which rounding could hide, and the residual is (1 - m) reach
+                # p. In rows without a finite entry m is NaN.
                 minus_m = float(minus_q[row].amin() / (p_weights[row].amax() * p_factors[row]))
                 p_factors[row] *= max(0.0, 1.0 + minus_m)
                 minus_q[row] = 0.0
         return minus_q.addcmul_(p_weights, p_factors).clamp_(min=0)
 
     def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
-        """The draft rows of N rows (b, i) of p, as one row of each of N sequences."""
+        """The draft rows of N rows (b, i) of p, as N sequences of one row."""
         logits, lse, sequences = self.args.draft_logits, self.args.draft_lse, [b for b, _ in where]
         assert logits is not None and lse is not None
         inverse = None if self.inverse is None else self.inverse[sequences]

@@ -37,8 +37,7 @@ def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
     inverse = inverse_of(args.temperature)
     drafts, u = Drafts(args, inverse), args.accept_uniforms.tolist()
 
-    # The walk. Several sequences are read at once, with all their rows; one sequence, as many rows at a time as stay in
-    # the cache.
+    # The walk. A batch reads all rows at once; a single sequence reads as many rows at a time as fit in the cache.
     step = num_drafts + 1 if batch > 1 else rows_at_a_time(args.target_logits.shape[2])
     for first in range(0, num_drafts + 1, step):
         stop = min(first + step, num_drafts)

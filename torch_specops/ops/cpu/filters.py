@@ -1,12 +1,12 @@
 """top_k, top_p and min_p in plain torch.
 
-Each filter keeps the top of a row in one order: descending by logit, and of equal logits the higher index first. So
-what is kept is described by two bounds: the lowest logit kept (`cut`) and, among the tokens with that logit, the lowest
-index kept (`first`).
+All filters keep the first tokens of a row in one order: descending by logit, ties by descending index. So two bounds
+describe the kept tokens: the lowest logit kept (`cut`) and, among the tokens with that logit, the lowest index kept
+(`first`).
 
-In compiled code the bounds come from an op of their own, which Inductor calls and does not trace. It takes long rows
-one by one, so that each stays in the cache, and sorts a few hundred of its logits. A traced form would sort whole rows,
-which is eight times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
+In compiled code a separate op computes the bounds; Inductor calls it without tracing it. The op takes long rows one by
+one, so that each stays in the cache, and sorts only a few hundred of its logits. A traced form would have to sort whole
+rows, which is eight times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .softmax import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all at once.
 SHORT_ROW = 2048
-# top_p first considers the HEAD largest logits of a row. If they do not hold its mass, the row is divided into
-# intervals of its logits; the last takes all tokens less likely than exp(-32) times the most likely.
+# top_p first tries the HEAD largest logits of a row. If their mass is too small, it divides the row's logits into
+# intervals; the last interval has all tokens less likely than exp(-32) times the most likely.
 HEAD = 256
 INTERVALS_PER_UNIT = 128
 NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
-# The share of top_p at which a mass counts as having reached it, so that rounding top_p to float32 adds no token.
+# A mass has reached top_p at this share of it, so that rounding top_p to float32 adds no token.
 TOP_P_REACHED = 1.0 - 2.0**-24
 
 
@@ -53,13 +53,13 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
 
 
 def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
-    """[B, ..., V] `scale`, with what the filters remove as -inf."""
+    """[B, ..., V] `scale`, with removed tokens as -inf."""
     z = scale(logits, inverse)
     return z if bounds is None else torch.where(is_kept(logits, bounds), z, -math.inf)
 
 
 def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
-    """The same for a single logit of each row, at index `tokens`."""
+    """`scale_kept` for a single logit of each row, at index `tokens`."""
     z = scale(logits, inverse)
     if bounds is None:
         return z
@@ -68,7 +68,8 @@ def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bo
 
 
 def is_kept(logits: Tensor, bounds: Bounds, tokens: Tensor | None = None) -> Tensor:
-    """[B, ..., V] bool: entries that are neither removed nor NaN. They are the logits of `tokens`; None = all."""
+    """[B, ..., V] bool: entries that are neither removed nor NaN. `tokens` are the indices of the entries; None =
+    all."""
     # Comparisons with NaN are false.
     x, cut = logits.float(), bounds.cut.unsqueeze(-1)
     if bounds.first is None:
@@ -167,7 +168,7 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
         largest = x.topk(k, sorted=False)
         cut = float(largest.values.min())
         if p < 1 or m > 0:
-            # From here on only the kept tokens matter.
+            # Drop the tokens that top-k removed.
             index = _at_least(x, cut, largest.indices)
             x = x[index]
     if not (p < 1 or m > 0):
@@ -188,13 +189,13 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
 
 
 def _at_least(x: Tensor, cut: float, largest: Tensor) -> Tensor:
-    """Indices of all x >= cut, ascending: the k largest, and those that tie with the k-th."""
+    """Indices of all x >= cut, ascending: the k largest, and ties with the k-th."""
     kept = x >= cut
     return largest.sort().values if int(kept.sum()) == len(largest) else kept.nonzero().squeeze(1)
 
 
 def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
-    """The last token of the smallest set of most likely tokens that holds the mass p: its logit and its index."""
+    """The logit and the index of the last token that top-p keeps."""
     weight = gap.exp()
     mass = p * TOP_P_REACHED * float(weight.sum(dtype=torch.float64))
     among, before = torch.arange(len(x), device=x.device), 0.0
@@ -206,7 +207,7 @@ def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
     # Ascending and stable, then reversed: of equal logits the higher index comes first.
     among = among[x[among].sort(stable=True).indices.flip(0)]
     cdf = before + weight[among].cumsum(0, dtype=torch.float64)
-    # Rounding may leave the mass of the whole row below p of it.
+    # By rounding, the whole sum may stay below the mass.
     last = int(among[min(int((cdf < mass).sum()), len(among) - 1)])
     return float(x[last]), last
 

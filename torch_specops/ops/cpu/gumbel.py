@@ -1,6 +1,7 @@
-"""`specops::sample_gumbel` and `specops::verify_gumbel` on a CPU: y_i = argmax of (z - max) / T + g, and x_i = y_i.
+"""`specops::sample_gumbel` and `specops::verify_gumbel` on a CPU: y_i = argmax of (z - max) / T + g; accept while x_i =
+y_i.
 
-The eager form is numpy's, which has unsigned integers, and compares and finds in a fifth of torch's time.
+The eager form uses NumPy, which has unsigned integers and compares and searches in a fifth of torch's time.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from .filters import row_bounds, scale_kept
 from .softmax import FLOAT32_MAX, inverse_temperature, lowest_argmax
 from .walk import prefix_lengths
 
-# The hash of a token under two keys: a Weyl sequence, and twice a shift and a product, once with a key.
+# The hash of a token with two keys: a Weyl sequence, then two rounds of shift and product, one with a key.
 WEYL, FACTOR = 0x9E3779B9, 0x735A2D97
 SHIFTS = 16, 15
 # The largest float32 below 1.
 LARGEST = 1.0 - 2.0**-24
-# In a row longer than MAX_SCORED_VOCAB, a score is computed for tokens that can win: whose hash is small, and still
-# smaller where z / T is more than NEAR_TOP below the largest. How small says the best of NUM_LIKELY likely tokens;
-# SCORE_SLACK is above all rounding.
+# In a row longer than MAX_SCORED_VOCAB, scores are computed only for tokens that can win: those with a small hash, and
+# an even smaller one if z / T is more than NEAR_TOP below the largest. The best score of NUM_LIKELY likely tokens gives
+# the limits; SCORE_SLACK exceeds all rounding.
 MAX_SCORED_VOCAB, NUM_LIKELY, NEAR_TOP, SCORE_SLACK = 2048, 256, 6.0, 0.01
 
 Array = Any
@@ -48,7 +49,7 @@ def verify_gumbel(args: GumbelArguments) -> tuple[Tensor, Tensor]:
     keys = _eager_keys(args) if is_sampled else np.zeros((batch, num_rows, 2), np.uint32)
     tokens: list[list[int]] = [[] for _ in drafts]
     live, first = list(range(batch)), 0
-    # Rows are read as long as drafts match, and short rows several at a time.
+    # Read rows as long as drafts match, several short rows at a time.
     while live:
         stop = min(first + max(1, CACHED_LOGITS // (len(live) * vocab_size)), num_rows)
         drawn = _draw(columns(logits, first, stop), args.filters, temperature, keys[:, first:stop], live)
@@ -74,8 +75,8 @@ def _eager_keys(args: GumbelArguments) -> Array:
 def _draw(
     logits: Tensor, filters: Filters, temperature: Sequence[float], keys: Array, sequences: Sequence[int]
 ) -> list[list[int]]:
-    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of some sequences, -1 where
-    there is none."""
+    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of `sequences`, -1 for rows
+    without a law."""
     tokens: dict[int, list[int]] = {}
     sampled = [b for b in sequences if temperature[b] > 0]
     if sampled:
@@ -90,7 +91,7 @@ def _draw(
 
 
 def _of(values: Any, sequences: list[int]) -> Any:
-    """The entries of some sequences; without a copy if these are all."""
+    """The entries of some sequences; no copy if these are all."""
     return values if len(sequences) == len(values) else values[sequences]
 
 
@@ -111,12 +112,12 @@ def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], ke
 
 
 def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
-    """The same for one row, with logarithms for few of its tokens."""
+    """The same for one long row, with logarithms for only a few tokens."""
     if top == -math.inf:
         return -1
     small = hashes(key, len(z))
     likely = np.flatnonzero(z >= _below(top, 1, inverse))[:NUM_LIKELY]
-    # The winner has at least this score. Its g, which is at most -log w, exceeds the score by what z is below the top.
+    # The winner scores at least this. Its g, at most -log w, exceeds its score by (top - z) / T.
     least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SCORE_SLACK
     wins = z >= _below(top, NEAR_TOP, inverse)
     wins &= small <= _limit(least)
@@ -126,7 +127,8 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
 
 
 def _below(top: float, distance: float, inverse: float) -> Array:
-    """The logit whose z / T is so far below the largest; the lowest, where no finite z / T is."""
+    """The logit whose z / T is `distance` below the largest; the lowest float32 if no finite logit is that far
+    below."""
     return np.float32(max(top - distance / inverse, -FLOAT32_MAX) if inverse * FLOAT32_MAX > distance else -FLOAT32_MAX)
 
 
@@ -160,7 +162,7 @@ def _weyl_sequence(vocab_size: int) -> Array:
 
 
 def dense(args: GumbelArguments) -> tuple[Tensor, Tensor]:
-    """The same without a look at the data."""
+    """`verify_gumbel` without control flow that depends on data."""
     logits, filters, temperature = args.target_logits, args.filters, args.temperature
     batch, num_rows, _ = logits.shape
     position = torch.arange(num_rows, device=logits.device)
@@ -190,7 +192,7 @@ def _noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def dense_hashes(keys: Tensor, vocab_size: int) -> Tensor:
-    """`hashes` [..., V] in int64. What a product of 64 bits loses is above its low 32 bits."""
+    """`hashes` [..., V] in int64. Overflow affects only bits above the low 32."""
     x = (torch.arange(vocab_size, device=keys.device) * WEYL & MASK) ^ keys[..., :1]
     x = (x ^ x >> SHIFTS[0]) * (keys[..., 1:] | 1) & MASK
     return (x ^ x >> SHIFTS[1]) * FACTOR & MASK

@@ -88,8 +88,8 @@ def dense(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
 
 
 def floor(z: Tensor, alpha: float, beta: float) -> Tensor:
-    """Scaled logits, raised to at least the logit whose score is sigmoid(-80), which float32 still holds, so that the
-    scores of a row never all vanish. -inf stays."""
+    """Clamp scaled logits to the logit with score sigmoid(-80), which float32 still holds, so that the scores of a row
+    never all underflow to 0. -inf stays."""
     return torch.where(z > -math.inf, z.clamp(min=alpha - 80.0 * (beta - alpha)), z)
 
 
@@ -99,8 +99,8 @@ def score(z: Tensor, alpha: float, beta: float) -> Tensor:
 
 
 def residual(p: Tensor, z_p: Tensor, z_q: Tensor, alpha: float, beta: float) -> Tensor:
-    """[B, V] max(sigmoid(a) - sigmoid(b), 0) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)) for a > b, which does not
-    cancel; a and b are the arguments of the scores of target and draft."""
+    """[B, V] max(sigmoid(a) - sigmoid(b), 0) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)) for a > b, a form without
+    cancellation; a and b are the sigmoid arguments of target and draft."""
     inverse = 1.0 / (beta - alpha)
     gap = ((z_p - z_q) * inverse).clamp(min=0)
     difference = p * torch.sigmoid((alpha - z_q) * inverse) * -torch.expm1(-gap)

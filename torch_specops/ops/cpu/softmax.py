@@ -14,7 +14,7 @@ TILE = 1024
 
 
 def inverse_temperature(temperature: Tensor | None) -> Tensor | None:
-    """[B] 1 / T, finite and positive for every T; 1 for a greedy row, whose logits are only compared."""
+    """[B] 1 / T, finite and positive for every T; 1 for greedy rows, which only compare logits."""
     if temperature is None:
         return None
     return torch.where(temperature > 0, (1.0 / temperature).clamp(FLOAT32_TINY, FLOAT32_MAX), 1.0)
@@ -24,7 +24,7 @@ def scale(logits: Tensor, inverse: Tensor | None) -> Tensor:
     """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
     x = logits.float()
     z = x if inverse is None else x * inverse.view(-1, *([1] * (x.dim() - 1)))
-    # False for NaN too. Inductor vectorises this form, but not nan_to_num.
+    # The comparison is False for NaN too. Inductor vectorises this form, but not nan_to_num.
     return torch.where(x > -math.inf, z.clamp(-FLOAT32_MAX, FLOAT32_MAX), -math.inf)
 
 

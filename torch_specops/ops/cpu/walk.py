@@ -11,23 +11,23 @@ from torch.nn.functional import pad
 
 from .softmax import FLOAT32_MAX, softmax_row
 
-# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+# q(x) is at most exp of this, so that float64 holds it for any `draft_lse`.
 LARGEST_EXPONENT = 700.0
-# A residual of no more mass than this counts as empty: float32 cannot tell whether it is.
+# A residual mass up to this counts as empty, because float32 cannot tell it from 0.
 LEAST_RESIDUAL = 2.0**-100
 
 
 def accepts(u: Any, p_x: Any, q_x: Any, in_vocab: Any) -> Any:
     """The accept rule: draft x is accepted iff u q(x) < p(x) (Leviathan et al. 2023, Algorithm 1).
 
-    For tensors [B, K] or single numbers. u is the uniform number in float64, times the lenience of appendix A.5.
-    Padding and drafts of p(x) = 0 or q(x) = 0 fail, whatever u is.
+    Takes tensors [B, K] or single numbers. u is the uniform number in float64, times the lenience of appendix A.5.
+    Padding and drafts with p(x) = 0 or q(x) = 0 are never accepted.
     """
     return in_vocab & (p_x > 0) & (q_x > 0) & (u * q_x < p_x)
 
 
 def prefix_lengths(accepted: Tensor) -> Tensor:
-    """[B, K] -> [B] how many are accepted before the first that is not."""
+    """[B, K] -> [B] the number of accepted drafts before the first rejection."""
     return accepted.long().cumprod(1).sum(1)
 
 
@@ -51,7 +51,7 @@ def probability(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
 def stats_from_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
     """[B, K] the maximum and sum with which `probability` is exp(z - lse), or 0 where lse is not finite."""
     finite = lse.isfinite()
-    # exp(z - inf) is 0, as a sum of 0 demands. With another maximum it could overflow, and its product with 0 be NaN.
+    # A maximum of inf makes exp(z - inf) 0. Another maximum could overflow, and inf times 0 is NaN.
     return torch.where(finite, lse, math.inf), finite.double()
 
 
@@ -62,8 +62,8 @@ def apply_greedy(
     temperature: Tensor | None,  # [B]
     near_argmax: Tensor | None = None,  # [B, K]
 ) -> Tensor:
-    """[B, K] what is accepted: in greedy rows the argmax, or `near_argmax` if it is given; nothing in rows of a
-    negative or NaN temperature."""
+    """[B, K] whether each draft is accepted: in greedy rows if it is the argmax, or by `near_argmax` if that is given;
+    never in rows with a negative or NaN temperature."""
     if temperature is None or greedy_tokens is None:
         return accepted
     if near_argmax is None:
@@ -82,20 +82,20 @@ def residual(
     z_p: Tensor,  # [..., V]
     x: Tensor,  # [...] the draft token
     q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
-    equal: Tensor | float = 0.0,  # [..., V] what it is for rows of equal logits
+    equal: Tensor | float = 0.0,  # [..., V] the result for rows of equal logits
 ) -> Tensor:
     """[..., V] max(weights - q, 0)."""
     if q is None:
         is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
         return torch.where(is_draft, 0.0, weights)
-    # Equal logits mean that q is a multiple of p, which rounding would hide.
+    # If the logits are equal, q is a multiple of p, which rounding could hide.
     differs = (z_p != q[0]).any(-1, keepdim=True)
     return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), equal)
 
 
 def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor, least: float = 0.0) -> Tensor:
     """[B, V], [B, V], [B] -> [B, V] the weights of the next token: the residual after a rejection; p after K
-    acceptances, after padding, and if the residual has no more mass than `least`."""
+    acceptances, at padding, or if the mass of the residual is at most `least`."""
     use_residual = use_residual & (residual.sum(-1) > least)
     return torch.where(use_residual.unsqueeze(-1), residual, p)
 

@@ -1,11 +1,11 @@
-"""`specops::attend` on CUDA: the slots of each row are shared out to programs, whose parts are then put together.
+"""`specops::attend` on CUDA: programs share the slots of each row, and their parts are combined afterwards.
 
-Bytes: 2 * H * D * s per slot that some query of a row sees, read once for all queries and heads of a group. Scratch:
+Bytes: 2 * H * D * s per slot that a query of the row sees, read once for all queries and heads of a group. Scratch:
 4 * (D + 2) bytes for each query, head and part, written and read once. Two launches:
 1. `attend_kernel`, one program per (row, key head, part): the part's maximum, sum and sum of values for each query of
    the group. A row's slots are divided evenly, whatever its length, which the host does not know.
 2. `join_kernel`, one program per (row, query, head): combine the parts in their order.
-One part, where rows and heads alone fill the device, is the whole: one launch and no scratch.
+If rows and heads alone fill the device, there is one part: one launch and no scratch.
 No atomics: bitwise repeatable.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from . import launch
 from .tiles import rounded_product
 
-# Query heads and new tokens of one program, and how many numbers their sums of values are, by bytes of the dtype: more
-# would spill. Products of float32 do not use tensor cores.
+# The most (query head, new token) pairs of a program, and the most numbers in their sums of values by bytes of the
+# dtype: more would spill. Products of float32 do not use tensor cores.
 MAX_ROWS = 64
 MAX_SUMS = {2: 8192, 4: 2048}
 # Bytes of a tile of keys.
@@ -47,7 +47,7 @@ def attend_kernel(
     stride_n,
     num_queries,
     capacity,
-    SCALE: tl.constexpr,  # of scores that are exponents of 2
+    SCALE: tl.constexpr,  # makes scores exponents of 2
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
@@ -93,7 +93,7 @@ def attend_kernel(
         seen = (slot[None, :] >= first[:, None]) & (slot[None, :] <= last[:, None]) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # Where nothing was seen yet, -inf minus -inf would be NaN.
+        # If nothing was seen yet, -inf minus -inf would be NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - shift[:, None])
         kept = tl.exp2(top - shift)
@@ -135,8 +135,8 @@ def join_kernel(
 
 
 def block_sizes(head_dim: int, size: int) -> tuple[int, int, int]:
-    """BLOCK_D, TILE and the most ROWS of a program for heads of so many entries of `size` bytes."""
-    # The least that a product of tensor cores sums over.
+    """BLOCK_D, TILE and the most ROWS of a program, for heads of `head_dim` entries of `size` bytes."""
+    # Tensor cores sum over at least 16 entries.
     block_d = max(triton.next_power_of_2(head_dim), 16)
     return block_d, max(TILE_BYTES // (block_d * size), 16), max(min(MAX_ROWS, MAX_SUMS[size] // block_d), 16)
 

@@ -1,31 +1,31 @@
 """`specops::verify_exact` on CUDA: accept the drafts, then draw from the residual (docs/math.md has the law).
 
 Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_drafts` in `accept.py`). At the first failure n the
-next token is drawn from max(p_n - q_n, 0), after K acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs two
-numbers of a row, not the softmax of it.
+next token is drawn from max(p_n - q_n, 0), after K acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs
+only two numbers per row, not its softmax.
 
 Bytes per sequence, with s_p and s_q bytes a logit:
     without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
     with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
     one-hot drafts      V * (K + 1) * s_p
-and the row pair of the rejection once more (in L2). In a large batch (`rest_rows`) a sequence that rejects one of its
-first two drafts has two rows of each side read, as if K + 1 and K were 2. Rows behind a padded draft, draft rows of
-greedy sequences and sequences without a lawful temperature are not read. Nothing of size [.., V] is written; the
+and the row pair of the rejection once more (from L2). In a large batch (`rest_rows`) a sequence that rejects one of its
+first two drafts reads two rows of each side, as if K + 1 and K were 2. Rows after a padded draft, draft rows of greedy
+sequences, and sequences with a negative or NaN temperature are not read. Nothing of size [.., V] is written; the
 scratch is 8 bytes per (row, tile) and per (sequence, tile), and 20 per sequence.
 
 With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
-bytes and launches), and whatever is loaded of a row is masked by the row's own bounds. With `filter_draft=False` the
-draft's rows have none, and the search does not read them.
+bytes and launches), and all loads of a row are masked by its bounds. With `filter_draft=False` the draft rows have no
+bounds, and the search does not read them.
 
 Two launches, three for a large batch. Each program writes its own part of the scratch and adds up in a fixed order, so
-results repeat bit for bit, and are the same whichever launch has summed a row.
+results are bitwise repeatable, and do not depend on which launch summed a row.
 1. `stats_kernel` in `stats.py`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the
    argmax). In a large batch it takes the first two rows of each side.
 2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if both drafts were
    accepted.
 3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
    a sequence computes the same n in the same order), and sums its tiles' residual weights. The last program of a
-   sequence picks the tile that s falls into, rescans it, and writes the output row.
+   sequence finds the tile that s falls into, rescans it, and writes the output row.
 """
 
 import math
@@ -50,9 +50,9 @@ from .tiles import (
     store_pair,
 )
 
-# Rows of each side that are summed first where batches are large.
+# Rows of target and draft that a large batch sums first.
 FIRST_ROWS = tl.constexpr(2)
-# Tiles of the other rows from which a launch more is worth what it may save: 16 us of reading on an H200, in 16 bits.
+# The least number of tiles in the other rows for which the extra launch pays: 16 us of 16-bit reads on an H200.
 EARLY_EXIT_TILES = 8192
 
 
@@ -105,7 +105,7 @@ def rest_kernel(
         i, live, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T
     )
     if draft_lse_ptr is not None:
-        # Its rows need no sums.
+        # With draft_lse the draft rows need no sums.
         draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
     if accepted_prefix_length(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
@@ -127,13 +127,13 @@ def walk(
     BLOCK_T: tl.constexpr,
     WALK: tl.constexpr,
 ):
-    """How many of the first `reachable` drafts of sequence b are accepted; nothing is live behind a failure."""
+    """The number of accepted drafts among the first `reachable` of sequence b; after a rejection none is live."""
     num_drafts, _, _, _, _ = sizes
     _, _, _, _, bounds_ptr = target
     _, _, _, argmax_gap = rule
     n = tl.zeros((), tl.int64)
-    # All drafts are visited, because a loop whose end depends on the data would make every reduction in it a call. The
-    # loop mostly takes one turn, and addresses of bounds that were hoisted out of it made `ptxas` spill.
+    # Visit all drafts: in a loop whose end depends on data, every reduction would be a call. The loop mostly takes one
+    # turn, and addresses of bounds that were hoisted out of it made `ptxas` spill.
     for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
         i = (start + tl.arange(0, WALK)).to(tl.int64)
         live = i < reachable
@@ -259,7 +259,7 @@ def draw_kernel(
 
 
 def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
-    """The number of rows of a sequence that `rest_kernel` sums, of `rows`, num_rows the target's; 0 = no launch.
+    """The number of a sequence's `rows` (the target has `num_rows` of them) that `rest_kernel` sums; 0 = no launch.
     `tiles` counts the tiles of one row of all sequences."""
     rest = rows - FIRST_ROWS.value * (1 if rows == num_rows else 2)
     return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0

@@ -1,12 +1,12 @@
-"""`specops::sample_gumbel` and `specops::verify_gumbel` on CUDA: draw y_i from every row, and keep what matches.
+"""`specops::sample_gumbel` and `specops::verify_gumbel` on CUDA: draw y_i from every row, accept drafts equal to it.
 
-Bytes per sequence: V * (K + 1) * s, each row once. Rows behind a padded draft are not read. The noise is computed where
-the logit is loaded; nothing of size [.., V] is written. Two launches:
+Bytes per sequence: V * (K + 1) * s, each row once. Rows after a padded draft are not read. The noise is computed as
+logits are loaded; nothing of size [.., V] is written. Two launches:
 1. `score_kernel`, one program per (row, tile): the token of the largest (z - max) / T + g of the tile, and its logit.
-2. `match_kernel`, one program per sequence: computes the scores of these tokens anew, against the largest of their
+2. `match_kernel`, one program per sequence: computes the scores of these tokens again, relative to the largest of their
    logits, and walks the drafts.
 Scratch: 8 bytes per (row, tile). The order of a maximum does not matter: bitwise repeatable.
-With filters the search for the rows' bounds comes first (`filter/bounds.py`), and what is loaded is masked by them.
+With filters the search for the rows' bounds comes first (`filter/bounds.py`), and loads are masked by them.
 """
 
 import torch
@@ -33,13 +33,13 @@ from .tiles import (
 )
 from .uniforms import philox
 
-# The stream of `uniforms.py` that the keys are from.
+# The id of the stream "noise" in `uniforms.py`, which the keys come from.
 NOISE = tl.constexpr(4)
 # As in `cpu/gumbel.py`.
 WEYL = tl.constexpr(0x9E3779B9)
 FACTOR = tl.constexpr(0x735A2D97)
 LARGEST = tl.constexpr(1.0 - 2.0**-24)
-# Up to this w, -log(1 - w) is a sum of powers, because 1 - w would lose the digits of w.
+# Up to this w, -log(1 - w) is a power series, because 1 - w would lose digits of w.
 LARGEST_IN_SERIES = tl.constexpr(0.0625)
 
 
@@ -141,7 +141,7 @@ def match_kernel(
     inverse_t = inverse_of(temperature_ptr, temperature)
     num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
     n = tl.zeros((), tl.int64)
-    # Rows up to this row matter: none behind a mismatch.
+    # The last row that matters; rows after a mismatch do not.
     last = tl.where(temperature >= 0, num_valid, -1)
     for start in tl.range(0, num_drafts + 1, WALK):
         i = (start + tl.arange(0, WALK)).to(tl.int64)

@@ -1,10 +1,10 @@
-"""Host side of every launch: how a kernel is built and called, and tile sizes, chosen from shapes by a fixed table.
+"""Host side of every launch: how kernels are built and called, and tile sizes, which depend on shapes only.
 
-The axes of a grid are sequence, tile, row. So a program finds its place without a division, and only the first axis
-takes more than 65,535.
+The axes of a grid are sequence, tile, row. So a program finds its place without a division, and only the first axis may
+exceed 65,535.
 
-A size may be symbolic while a call is traced. Tile sizes are then chosen for the size of the example, without a guard
-(`hint`): a graph with a dynamic batch stays one graph.
+Sizes may be symbolic while a call is traced. Tile sizes are then chosen for the example's size, without a guard
+(`hint`), so that a graph with a dynamic batch stays one graph.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from .. import private
 
-# Smaller tiles give a small batch enough programs to fill the device.
+# A small batch gets smaller tiles, so that enough programs fill the device.
 MAX_TILE = 4096
 MIN_TILE = 1024
 FEW_PROGRAMS = 1024
-# About four of 8 warps for each multiprocessor of a large GPU.
+# About four programs of 8 warps per multiprocessor of a large GPU.
 RESIDENT_PROGRAMS = 512
 MAX_TILES_PER_PROGRAM = 8
 # The longest second or third axis of a grid.
 MAX_AXIS = 65_535
 # Options of every launch. Triton's default differs between releases; results are right with both (`rounded_product`).
 OPTIONS = {"enable_fp_fusion": True}
-# The threads of a warp. A narrower range would not be faster, and every width is another build.
+# The threads of a warp. Narrower ranges would not be faster, and each width needs another build.
 MIN_LANES = 32
 
 if triton.knobs.runtime.interpret:
@@ -43,8 +43,8 @@ else:
 
 
 def jit(kernel: Callable[..., Any], specialize_addresses: bool = False) -> Any:
-    """`triton.jit` with one build for all sizes, strides and addresses: the kernels load 16 bytes at a time whatever
-    divides them (`tiles.py`). Where addresses are specialised, they do so only where 16 divides the address."""
+    """`triton.jit` with one build for all sizes, strides and addresses: the kernels load 16 bytes at a time for any
+    alignment (`tiles.py`). With specialised addresses they do so only if 16 divides the address."""
     parameters = inspect.signature(kernel).parameters.values()
     names = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
     if specialize_addresses:
@@ -53,8 +53,8 @@ def jit(kernel: Callable[..., Any], specialize_addresses: bool = False) -> Any:
 
 
 def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: int) -> None:
-    """Launch `kernel` with the `values` that it has a parameter for, unless there are no sequences. None = an
-    argument that the call lacks: the kernel is built without it."""
+    """Launch `kernel` with the `values` that it has a parameter for, unless there are no sequences. A value of None is
+    an argument that the call lacks: the kernel is built without it."""
     if hint(grid[0]) > 0:
         arguments = [values[name] for name in kernel.arg_names]
         # While a launch is traced, torch asks Triton for the kernel's code without the options.
@@ -70,13 +70,13 @@ def _options_as_defaults() -> Iterator[None]:
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """The kernels take strides of logits alone: of what is as small as [B, K], a strided tensor is copied."""
-    # Not x.contiguous(), which fails for a fake CUDA tensor where torch is built without CUDA.
+    """Kernels take strides only for logits. Small tensors such as [B, K] are copied if they are strided."""
+    # x.contiguous() would fail for a fake CUDA tensor if torch is built without CUDA.
     return x if x is None or x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, int | None]:
-    """Strides under the names that kernels have for them. None for the last means 1, the case that is built with
+    """The strides by the names of the kernels' parameters. None for the last means 1, for which kernels are built with
     wide loads."""
     if logits is None:
         return dict.fromkeys(names, 0) | {names[-1]: None}
@@ -85,12 +85,12 @@ def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, i
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The size, or the example's if it is symbolic; 1 if there is none. Sets no guard."""
+    """The size, or the example's size if it is symbolic; 1 without an example. Sets no guard."""
     return private.hint(size) if isinstance(size, torch.SymInt) else size
 
 
 def tile_size(vocab_size: int, num_rows: int) -> int:
-    """Vocabulary entries per program: the largest tile that still makes FEW_PROGRAMS programs of `num_rows` rows."""
+    """Vocabulary entries per program: the largest tile with which `num_rows` rows make FEW_PROGRAMS programs."""
     vocab_size, num_rows = hint(vocab_size), hint(num_rows)
     tile = MAX_TILE
     while tile > MIN_TILE and num_rows * triton.cdiv(vocab_size, tile) < FEW_PROGRAMS:
@@ -104,14 +104,14 @@ def num_warps(tile: int) -> int:
 
 
 def stats_warps(tile: int) -> int:
-    """For a kernel that only sums up a tile: twice the values per thread, because half of the instructions of such a
-    thread do not depend on how many it has."""
+    """For a kernel that only reduces a tile: twice the values per thread, because half of the instructions of such a
+    thread do not depend on the number of its values."""
     return min(max(tile // 512, 1), 4)
 
 
 def tiles_per_program(num_tiles: int) -> int:
-    """Tiles that one program takes in turn, of `num_tiles` in all, where much work comes before the first: as many as
-    still leave RESIDENT_PROGRAMS programs."""
+    """Tiles per program, out of `num_tiles` in all, for kernels with much work before the first tile: as many as still
+    leave RESIDENT_PROGRAMS programs."""
     count = 1
     while count < MAX_TILES_PER_PROGRAM and hint(num_tiles) >= 2 * count * RESIDENT_PROGRAMS:
         count *= 2
@@ -119,13 +119,13 @@ def tiles_per_program(num_tiles: int) -> int:
 
 
 def num_tiles(logits: Tensor, tile: int, draft_logits: Tensor | None = None) -> int:
-    """Tiles that cover a row of either tensor, wherever it starts behind a 16-byte boundary."""
+    """Tiles that cover a row of either tensor, at any offset from a 16-byte boundary."""
     size = min(logits.element_size(), logits.element_size() if draft_logits is None else draft_logits.element_size())
     return triton.cdiv(logits.shape[-1] + 16 // size - 1, tile)
 
 
 def check_grid(name: str, logits: Tensor, num_rows: int, num_tiles: int) -> None:
-    """Raise ValueError if the rows of a sequence, the draft's included, or the tiles of a row are too many for a
+    """Raise ValueError if a sequence has too many rows, the draft's included, or a row has too many tiles for a
     grid."""
     for axis, count in (("rows of a sequence, the draft's included", num_rows), ("tiles of a row", num_tiles)):
         if count > MAX_AXIS:
@@ -135,8 +135,8 @@ def check_grid(name: str, logits: Tensor, num_rows: int, num_tiles: int) -> None
 
 
 def padded_power_of_2(count: int) -> int:
-    """The power of two that holds `count`. By comparisons alone, because a symbolic size refuses bit operations; each
-    is a guard."""
+    """The least power of two >= `count`, at least a warp. Uses comparisons only, because symbolic sizes have no bit
+    operations; each comparison is a guard."""
     width = MIN_LANES
     while width < count:
         width *= 2

@@ -24,23 +24,23 @@ from .tiles import (
 )
 
 LARGEST_PLAIN_SHIFT = tl.constexpr(2.0**100)
-# q(x) is at most exp of this: float64 holds it, whatever `draft_lse` is given.
+# q(x) is at most exp of this, so that float64 holds it for any `draft_lse`.
 LARGEST_EXPONENT = tl.constexpr(700.0)
-# A residual of no more mass than this counts as empty.
+# A residual with a mass up to this counts as empty.
 LEAST_RESIDUAL = tl.constexpr(2.0**-100)
 
 
 @triton.jit
 def stats_from_lse(lse):
-    """The (max, sum) that give exp(z - lse); no probability at all where lse is not finite."""
+    """The (max, sum) that give exp(z - lse); they give probability 0 if lse is not finite."""
     finite = tl.abs(lse) <= FLOAT32_MAX
-    # With another maximum exp(z - max) could overflow, and its product with 0 be NaN.
+    # A maximum of inf gives exp(z - inf) = 0. Another could overflow, and inf times 0 is NaN.
     return tl.where(finite, lse, float("inf")), tl.where(finite, 1.0, 0.0)
 
 
 @triton.jit
 def draft_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tiles, live, BLOCK_T: tl.constexpr):
-    """[R] maximum and sum of exponentials of draft rows: by draft_lse if it is given, else from their partials."""
+    """[R] maximum and sum of exponentials of draft rows: from draft_lse if it is given, else from their partials."""
     if draft_lse_ptr is None:
         tile_max, tile_sum = load_partials(partial_ptr, partial_row, num_tiles, live, BLOCK_T)
         z_max, z_sum = combine_stats(tile_max, tile_sum)
@@ -67,17 +67,17 @@ def load_state(state_ptr):
 
 @triton.jit
 def scale_in_row(x, inverse_t, shift):
-    """`scale` in a row whose largest scaled logit is `shift`. Unless that is an extreme, what overflows has no weight
-    in any case, and a maximum makes NaN -inf."""
+    """`scale` in a row whose largest scaled logit is `shift`. Unless that is extreme, logits that overflow have no
+    weight anyway, and `maximum` turns NaN into -inf."""
     plain = tl.abs(shift) <= LARGEST_PLAIN_SHIFT
     return tl.maximum(x * inverse_t, float("-inf")) if plain else scale(x, inverse_t)
 
 
 @triton.jit
 def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TILE: tl.constexpr):
-    """[TILE] max(p - q, 0) of rows n of sequence b, and whether the two differ in this tile at all. Equal logits mean
-    that q is a multiple of p, which the difference of two rounded distributions need not show: their sums may have been
-    taken in another order, or come with `draft_lse`."""
+    """[TILE] max(p - q, 0) of rows n of sequence b, and whether their logits differ in this tile at all. If the logits
+    are equal, q is a multiple of p, which rounding may hide in the difference: the sums may have been taken in another
+    order, or q's may come from `draft_lse`."""
     draft_ptr, stride_b, stride_k, stride_v, bounds_ptr, tokens_ptr = draft
     num_drafts, vocab_size, _, _, num_bounds = sizes
     _, _, q_shift, q_weight = state
@@ -98,7 +98,7 @@ def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TIL
 def sum_residual(
     b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE: tl.constexpr
 ):
-    """Store what the residual of rows n of sequence b weighs in each of a program's tiles, and whether p and q differ
+    """Store the residual mass of rows n of sequence b in each of a program's tiles, and whether p and q differ
     there."""
     target_ptr, stride_b, stride_k, stride_v, bounds_ptr = target
     _, vocab_size, num_tiles, _, num_bounds = sizes
@@ -107,7 +107,7 @@ def sum_residual(
     bounds_row = b * num_bounds + n
     lead = row_lead(row_ptr, stride_v)
     end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
-    # Hoisted addresses made `ptxas` spill.
+    # With hoisted addresses, `ptxas` spilled.
     for tile in tl.range(first_tile, end, disable_licm=True):
         x_p = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
         z_p = scale_in_row(x_p, inverse_t, p_shift)
@@ -132,8 +132,8 @@ def draw_token(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The next token, by rows n of sequence b: the tile that the uniform falls into, then the token in it. It is drawn
-    from the residual if its masses were summed (`weighed`) and there are any, else from p."""
+    """The next token, from rows n of sequence b: find the tile that the uniform falls into, then the token in it. It is
+    drawn from the residual if that was summed (`weighed`) and is not empty, else from p."""
     target_ptr, stride_b, stride_k, stride_v, bounds_ptr = target
     _, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
     p_shift, p_weight, _, _ = state

@@ -1,10 +1,10 @@
 """`specops::sample` on CUDA: draw one token per row of softmax(logits / T), and its logsumexp.
 
-Bytes: V * s per row, read once, and one tile of it again (in L2). Two launches:
+Bytes: V * s per row, read once, and one of its tiles again (from L2). Two launches:
 1. `stats_kernel`, one program per (row, tile): the tile's maximum and sum of exponentials, 8 bytes.
 2. `draw_kernel`, one program per row: combine the partials in tile order, pick the tile that s falls into, rescan it.
 Scratch: 8 bytes per tile, V / TILE of them a row. No float atomics: bitwise repeatable.
-With filters the search for the rows' bounds comes first (`filter/bounds.py`); both kernels mask what they load.
+With filters the search for the rows' bounds comes first (`filter/bounds.py`); both kernels mask their loads.
 """
 
 import torch
@@ -80,7 +80,7 @@ def draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = load_temperature(temperature_ptr, row)
-    # Loaded early: nothing is moved over a reduction's barriers.
+    # Load it early: compilers do not move loads across the barriers of a reduction.
     uniform = tl.load(uniforms_ptr + row)
     tile_max, sum_or_token = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
     if temperature == 0:

@@ -1,18 +1,18 @@
 """`specops::verify_sigmoid` on CUDA: sigmoid scores instead of probabilities. Lossy.
 
-p^(v) = sigmoid((z_p(v) / T - alpha) / (beta - alpha)), q^ likewise; accept x_i iff u_i * q^_i(x_i) < p^_i(x_i), at the
-first failure n draw from max(p^_n - q^_n, 0), after K acceptances from softmax(z_p,K / T). A score needs its own
+p^(v) = sigmoid((z_p(v) / T - alpha) / (beta - alpha)), q^ likewise; accept x_i iff u_i * q^_i(x_i) < p^_i(x_i). At the
+first failure n, draw from max(p^_n - q^_n, 0), after K acceptances from softmax(z_p,K / T). A score depends on one
 logit only, so an acceptance test reads two logits and no row.
 
 Bytes per sequence: 2 K logits, and one row pair V * (s_p + s_q) (the bonus: one row), once and one tile of it again.
-A greedy sequence reads its K + 1 target rows, V * (K + 1) * s_p, as the argmax demands. Scratch: 8 bytes per (row,
-tile). Two launches:
+A greedy sequence reads its K + 1 target rows, V * (K + 1) * s_p, for the argmax. Scratch: 8 bytes per (row, tile). Two
+launches:
 1. `score_kernel`, a few tiles of a sequence a program: walks the drafts to n (every program of a sequence computes the
    same n), then sums the weights of each tile; for greedy sequences the argmax of its tiles in each row.
 2. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
 
-The logits of a row pair stay as they were loaded until both are there (`widen`): the loads overlap, and registers hold
-two of 16 bits each.
+The logits of a row pair are widened only when both rows are loaded (`widen`), so that the loads overlap, and a register
+holds two 16-bit logits.
 """
 
 import triton
@@ -62,13 +62,13 @@ SCORE_WALK = tl.constexpr(16)
 
 @triton.jit
 def floor(z, lowest):
-    """Logits not below `lowest`, whose score is sigmoid(-80) and which float32 still holds; -inf stays."""
+    """Clamp logits to `lowest`, whose score sigmoid(-80) float32 still holds; -inf stays."""
     return tl.where(z > float("-inf"), tl.maximum(z, lowest), float("-inf"))
 
 
 @triton.jit
 def for_raw_logits(inverse_t, alpha, inverse_range, lowest):
-    """slope and middle with (z - alpha) / (beta - alpha) = (slope x - middle) ln 2 for a raw logit x; the lowest x."""
+    """slope, middle: (z - alpha) / (beta - alpha) = (slope x - middle) ln 2 for a raw logit x; and the lowest x."""
     slope = tl.minimum(inverse_t * (inverse_range * LOG2_E), FLOAT32_MAX)
     return slope, alpha * inverse_range * LOG2_E, lowest / inverse_t
 
@@ -138,7 +138,7 @@ def score_kernel(
     partial_ptr += b * (num_drafts + 1) * num_tiles * 2
 
     if temperature == 0:
-        # Addresses hoisted out of the loop made `ptxas` spill in small tiles, addresses left in it in large tiles.
+        # `ptxas` spilled with hoisted addresses for small tiles, and without hoisting for large tiles.
         for k in tl.range(0, num_drafts + 1, disable_licm=TILE < 4096):
             r = k + tl.zeros((), tl.int64)
             if r <= num_valid:

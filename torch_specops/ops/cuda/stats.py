@@ -1,5 +1,5 @@
-"""The beginning of `verify_exact` and `verify_block`: the values their kernels share, and the first kernel, which takes
-the maximum and the sum of exponentials of each tile of a row (of a greedy sequence the argmax)."""
+"""The first launch of `verify_exact` and `verify_block`, and the values that their kernels share. The kernel computes
+the maximum and the sum of exponentials of each tile of a row, or the argmax for a greedy sequence."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from .tiles import (
 
 @triton.jit
 def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE: tl.constexpr):
-    """Store the partials of a tile of sequence b: of the K + 1 target rows and then K draft rows, the row-th."""
+    """Store the partials of a tile of sequence b. `row` counts the K + 1 target rows, then the K draft rows."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
     draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, _ = draft
     num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
@@ -71,7 +71,7 @@ def stats_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
-    target_rows,  # of the target, the first so many rows; then the first of the draft
+    target_rows,  # the number of target rows to read; further programs read the first draft rows
     rows_per_sequence,
     num_bounds,
     TILE: tl.constexpr,
@@ -113,7 +113,7 @@ def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
 
 
 def run_stats(args: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
-    """Launch the kernel that both ops begin with, on all rows or on the first so many of each side."""
+    """Launch the first kernel of both ops, on all rows or on the `first_rows` of target and draft."""
     batch, num_rows, _ = args.target_logits.shape
     rows = values["rows_per_sequence"]
     sides = 1 if rows == num_rows else 2

@@ -2,17 +2,17 @@
 
 A row is cut into tiles of TILE entries. Tile boundaries are counted from the 16-byte boundary at or before the
 row's first entry, `lead` entries earlier, so that every load of a whole 16-byte chunk is one 128-bit load for any
-vocabulary size, stride and offset. A tile inside the row is loaded without masks. The chunks that the row only partly
-fills, at most 1 at each end, are loaded entry by entry. No byte outside the row is read.
+vocabulary size, stride and offset. A tile inside the row is loaded without masks. Chunks that the row fills only
+partly, at most 1 at each end, are loaded entry by entry. No byte outside the row is read.
 
 `stride_v` is the stride between the logits of a row, None = 1. Strided rows have no wide loads, and a lead of 0.
 
 Entries outside the row, masked (-inf) and NaN entries are -inf after scaling, never 0, so they carry no weight.
 
-A tile contributes to its row a pair of float32 in memory, its partials: the maximum and the sum of
-exponentials, or in a greedy row the maximum and the bits of the token that has it.
+The partials of a tile are a pair of float32 in memory: the maximum and the sum of exponentials, or in a greedy row the
+maximum and its token, stored as float32 bits.
 
-Kernels import these functions by name: Inductor writes a kernel's source anew and follows plain global names only.
+Kernels import these functions by name: Inductor regenerates a kernel's source and follows plain global names only.
 """
 
 import triton
@@ -23,7 +23,7 @@ FLOAT32_TINY = tl.constexpr(1.1754943508222875e-38)
 INT32_MAX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The rounding of a power of two below this is at most 2**-11, and the first terms of a series correct it.
+# An exponent up to this has a rounding error of at most 2**-11, which the first terms of a series correct.
 LARGEST_PLAIN_EXPONENT = tl.constexpr(2.0**14)
 
 
@@ -38,7 +38,7 @@ def load_temperature(temperature_ptr, row):
 
 @triton.jit
 def inverse_temperature(temperature_ptr, temperature):
-    """1 / T: finite and positive for every T, and 1 for a greedy row, whose values must stay comparable."""
+    """1 / T: finite and positive for every T; 1 for a greedy row, so that its logits stay comparable."""
     inverse = 1.0
     if temperature_ptr is not None:
         inverse = tl.minimum(tl.maximum(tl.div_rn(1.0, temperature), FLOAT32_TINY), FLOAT32_MAX)
@@ -48,7 +48,7 @@ def inverse_temperature(temperature_ptr, temperature):
 
 @triton.jit
 def widen(x):
-    """float32; of bfloat16 by its bits, one shift or mask where a conversion takes two instructions."""
+    """Convert to float32. For bfloat16 by its bits: one shift or mask, where a conversion takes two instructions."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -64,7 +64,7 @@ def scale(x, inverse_t):
 
 @triton.jit
 def exponential(x):
-    """exp(x) in float32, where what is below 2**-126 may be 0. `tl.exp` spends three instructions on those."""
+    """exp(x) in float32; results below 2**-126 may be 0, for which `tl.exp` spends three instructions."""
     return tl.exp2(x * LOG2_E)
 
 
@@ -79,14 +79,14 @@ def row_lead(row_ptr, stride_v):
 
 @triton.jit
 def tile_tokens(lead, tile, TILE: tl.constexpr):
-    """[TILE] token ids of a tile; below 0 or past the vocabulary outside the row."""
+    """[TILE] token ids of a tile. Ids outside the row are negative or beyond the vocabulary."""
     return tile * TILE + tl.arange(0, TILE) - lead
 
 
 @triton.jit
 def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
     """[TILE] raw logits of a row whose boundary, row_ptr - lead, is a multiple of 16 bytes."""
-    # Widened in each branch: behind them it would cost 16 instructions more (docs/performance.md).
+    # Widen in each branch: after the branches it would cost 16 more instructions (docs/performance.md).
     VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     base = tl.multiple_of(row_ptr - lead, 16)
     position = tile * TILE + tl.arange(0, TILE)
@@ -121,7 +121,7 @@ def load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.constexpr, W
 
 @triton.jit
 def load_logits_beside(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
-    """[TILE] raw logits of a tile counted from another row's boundary: wide where the two happen to agree."""
+    """[TILE] raw logits of a tile counted from another row's boundary; loads are wide if the two rows align."""
     v = tile_tokens(lead, tile, TILE)
     inside = (v >= 0) & (v < vocab_size)
     if stride_v is None:
@@ -140,15 +140,15 @@ def load_logits_beside(row_ptr, stride_v, lead, vocab_size, tile, TILE: tl.const
 
 @triton.jit
 def keep(x, v, cut, first_at_cut):
-    """Raw logits of token ids v in float32, -inf where the filters removed them: what is kept lies above the cut, or at
-    it from id `first_at_cut` on."""
+    """Raw logits of token ids v in float32, -inf if the filters removed them. Kept logits are above the cut, or equal
+    it and have an id >= `first_at_cut`."""
     x = x.to(tl.float32)
     return tl.where((x > cut) | ((x == cut) & (v >= first_at_cut)), x, float("-inf"))
 
 
 @triton.jit
 def within_bounds(x, v, bounds_ptr, bounds_row):
-    """`keep` by the bounds of a row, as `filter` stored them; all of x where there are no bounds (None)."""
+    """`keep` with the bounds of a row that `filter` stored; x unchanged without bounds (None)."""
     if bounds_ptr is not None:
         cut = tl.load(bounds_ptr + bounds_row * 2)
         first_at_cut = tl.load(bounds_ptr + bounds_row * 2 + 1).to(tl.int32, bitcast=True)
@@ -181,9 +181,9 @@ def tile_stats(x, inverse_t):
     """Raw logits -> the maximum of the scaled logits, and the sum of exp(z - maximum); (-inf, 0) for a tile without a
     finite entry.
 
-    exp(z - maximum) is 2**(x c - s) / 2**(x_max c - s) with c = log2(e) / T. Where s is x_max c rounded, the divisor is
-    almost 1, and the sum is divided by it. So an entry costs one fused multiply-add, one power of two and one addition.
-    Only a tile with NaN or values near the ends of float32 is scaled entry by entry."""
+    exp(z - maximum) is 2**(x c - s) / 2**(x_max c - s) with c = log2(e) / T. With s = x_max c rounded, the divisor is
+    almost 1 and is applied to the sum. So an entry costs one fused multiply-add, one power of two and one addition.
+    Only a tile with NaN or values near the limits of float32 is scaled entry by entry."""
     x = widen(x)
     c = inverse_t * LOG2_E
     x_max = tl.max(x, 0)
@@ -194,7 +194,7 @@ def tile_stats(x, inverse_t):
     z_max = x_max * inverse_t
     rest = tl.where(plain, tl.fma(x_max, c, -shift) * LN_2, 0.0)
     z_sum = tl.fma(total, rest * tl.fma(rest, 0.5, -1.0), total)
-    # A masked tile is plain too: no entry has weight. A sum that is NaN is not >= 0.
+    # A masked tile is plain too: it has no weight. The test total >= 0 fails for NaN.
     if ((plain | (x_max == float("-inf"))) & (total >= 0)) == 0:
         z_max, z_sum = scaled_stats(scale(x, inverse_t))
     return z_max, z_sum
@@ -209,7 +209,7 @@ def scaled_stats(z):
 
 @triton.jit
 def tile_argmax(z, v):
-    """Maximum, and the lowest token id that attains it, as the bits of a float32 so that it fits a partial."""
+    """The maximum, and the lowest token id with it, as the bits of a float32 so that it fits a partial."""
     z_max = tl.max(z, 0)
     token = tl.min(tl.where(z == z_max, v, INT32_MAX), 0)
     return z_max, token.to(tl.float32, bitcast=True)
@@ -241,10 +241,10 @@ def load_row_partials(partial_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def rounded_product(x, y):
-    """x * y, which may be summed up."""
-    # A plain product is fused into the first sum of an exchange between lanes, x y + round(x' y') in one of them and
-    # x' y' + round(x y) in the other, so that their copies of the total differ. This is fused already, and stays so:
-    # adding +0 is no identity, as it makes +0 of -0.
+    """x * y that no later addition is fused with."""
+    # A plain product would be fused into the first addition of a reduction between lanes: x y + round(x' y') in one
+    # lane and x' y' + round(x y) in the other, so that their totals differ. This product is already fused, and no
+    # compiler removes it: adding +0 is not an identity, because it turns -0 into +0.
     return tl.fma(x, y, 0.0)
 
 
@@ -266,7 +266,7 @@ def combine_argmax(tile_max, tile_token):
 
 @triton.jit
 def row_stats(partial_ptr, row, num_tiles, BLOCK_T: tl.constexpr):
-    """Maximum and sum of exponentials of one row from its partials; the maximum is finite also where no entry is."""
+    """Maximum and sum of exponentials of one row from its partials; the maximum is finite even if no entry is."""
     tile_max, tile_sum = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
     z_max, z_sum = combine_stats(tile_max, tile_sum)
     return tl.maximum(tl.max(z_max, 0), -FLOAT32_MAX), tl.max(z_sum, 0)
@@ -287,7 +287,7 @@ def reciprocal(total):
 
 @triton.jit
 def pick_tile(mass, uniform):
-    """First level of the inverse CDF: masses [T] of the tiles -> (tile, what is left of the threshold inside it)."""
+    """First level of the inverse CDF: masses [T] of the tiles -> (tile, the rest of the threshold inside it)."""
     index = tl.arange(0, mass.shape[0])
     exact = mass.to(tl.float64)
     threshold = uniform.to(tl.float64) * tl.sum(exact, 0)
@@ -295,7 +295,7 @@ def pick_tile(mass, uniform):
     above = (cumulated > threshold) & (mass > 0)
     last = tl.max(tl.where(mass > 0, index, 0), 0)
     tile = tl.minimum(tl.min(tl.where(above, index, INT32_MAX), 0), last)
-    # Behind a reduction this is one register; a difference of two sums in float64 was taken late, and took six.
+    # The reduction makes it one register; the difference of two float64 sums was computed late, and took six.
     left = threshold - (cumulated - exact)
     return tile, tl.sum(tl.where(index == tile, left.to(tl.float32), 0.0), 0)
 
@@ -303,7 +303,7 @@ def pick_tile(mass, uniform):
 @triton.jit
 def pick_token(weight, v, threshold):
     """Second level: weights [TILE] and token ids -> the first id whose cumulated weight exceeds the threshold, else
-    the last of positive weight; -1 without any. A scan need not be monotone, hence the test of the weight itself."""
+    the last of positive weight; -1 without any. A scan may not be monotone, hence the test of the weight itself."""
     above = (tl.cumsum(weight, 0) > threshold) & (weight > 0)
     last = tl.max(tl.where(weight > 0, v, -1), 0)
     return tl.minimum(tl.min(tl.where(above, v, INT32_MAX), 0), last)
@@ -311,9 +311,9 @@ def pick_token(weight, v, threshold):
 
 @triton.jit
 def is_last_program(count_ptr, num_programs):
-    """True in the last program of a group to arrive; the stores of the others are visible to it. Each counts
-    itself; the count is 0 before the first and behind the last. For numbers, which the thread that counts stores."""
-    # The barrier is for its fellow threads. The atomic is a fence on both sides, and a barrier follows it.
+    """True in the last program of a group to arrive, to which the stores of the others are visible. Each program counts
+    itself; the count is 0 before the first and after the last. Valid for scalars that the counting thread stores."""
+    # The barrier covers the other threads. The atomic is a fence on both sides, and a barrier follows it.
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if last:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import launch
 
-# Numbers of a program, and its warps.
+# Numbers per program, and warps per program.
 LANES, WARPS = 128, 4
 
 
@@ -28,9 +28,9 @@ def numbers_kernel(
     numbers_ptr,  # [B, width]
     size,  # B * width
     width,
-    count,  # of the columns that are of the stream
+    count,  # columns with numbers of the first stream
     stream_id,
-    last_stream_id,  # of the column behind them, which is its first number
+    last_stream_id,  # the column after them has the first number of this stream
     LANES: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -47,7 +47,7 @@ def numbers_kernel(
 
 
 def numbers(seeds: Tensor, positions: Tensor, count: int, stream: int, last_stream: int | None = None) -> Tensor:
-    """[B, count] float32, the numbers of a stream; [B, count + 1] with the first number of another behind them."""
+    """[B, count] float32, the numbers of a stream; [B, count + 1] if the first number of another stream follows."""
     batch, width = seeds.shape[0], count if last_stream is None else count + 1
     output = torch.empty(batch, width, dtype=torch.float32, device=seeds.device)
     values = {

@@ -1,14 +1,14 @@
 """The bounds of rows of logits under top_k, top_p and min_p, without sorting: docs/math.md has the law, docs/design.md
-why the search is made so.
+the reasons for this search.
 
-Two numbers say what a row keeps: the lowest logit (`cut`), and the lowest id that is kept of the tokens with it
-(`first_at_cut`). They are 8 bytes a row, and other kernels apply them to what they load. Nothing of size [.., V] is
+Two numbers describe the kept tokens: the lowest kept logit (`cut`), and the lowest kept id among the tokens with that
+logit (`first_at_cut`). They take 8 bytes a row, and other kernels apply them to their loads. Nothing of size [.., V] is
 written, sorted or converted. Two launches, whatever the filters and the dtype:
-1. `group_kernel`, one program per (row, tile): the maximum of both halves of every 64 neighbouring entries, and, where
-   the row has top_p without top_k, the sum of the exponentials of all 64.
-2. `cut_kernel`, one program per row: from these a key at or below the cut, and the halves that reach up to it. It
-   writes down their entries from that key on and finds the cut among them by bisection. If they are most of the row,
-   it first guesses from a sample which keys are near to the cut; a wrong guess costs a pass over them.
+1. `group_kernel`, one program per (row, tile): the maximum of both halves of every 64 adjacent entries, and, if the row
+   has top_p without top_k, the sum of the exponentials of all 64.
+2. `cut_kernel`, one program per row: finds from these a key at or below the cut, and the halves that reach that key. It
+   lists their entries from that key up, and finds the cut in the list by bisection. If they are most of the row, it
+   first guesses from a sample which keys are near the cut; a wrong guess costs a pass over them.
 
 Bytes: each row once, V * s, and again the halves that matter, little more than k of them for top_k. In reads of a row
 of 128,256 logits:
@@ -17,11 +17,11 @@ of 128,256 logits:
     top_p alone, 0.9 in some 100 tokens     1.01 to 1.04
     top_p alone, 0.9 in thousands           2.1
     min_p alone                             1
-With top_p behind a top_k of V / 16 or more it is 4 to 8. Greedy rows, rows without a lawful temperature and rows whose
-filters are off are not read.
-Scratch: per group of 64 entries 2 s + 8 bytes, + 4 with top_p, and 4 s + 16 for the list: 31 % of bfloat16 rows. What
-is written of groups is 3.1 % of such a row, 6.2 % for top_p, and read once; of the lists, as much as there is to write
-down.
+With top_p after a top_k of V / 16 or more it is 4 to 8. Greedy rows, rows whose filters are off, and rows without a
+distribution (a negative or NaN temperature, a NaN top_p or min_p) are not read.
+Scratch: per group of 64 entries 2 s + 8 bytes, + 4 with top_p, and 4 s + 16 for the list: 31 % of bfloat16 rows.
+Of this, groups write 3.1 % of such a row, 6.2 % with top_p, which is read once.
+Lists write only the entries they have.
 Sums are taken in a fixed order, without atomics: bitwise repeatable.
 """
 
@@ -35,14 +35,14 @@ from .. import launch
 from .groups import group_kernel
 from .search import cut_kernel
 
-# Neighbouring entries of a row that are searched as one, and the parts of these that are read again or not: with 32
-# entries of a 16-bit type, two sectors of memory.
+# Adjacent entries of a row that are searched as one group, and its parts, each of which is read again or skipped as a
+# whole: 32 entries of a 16-bit type are two sectors of memory.
 GROUP = 64
 PARTS = 2
-# Entries that there is room for in the list of a row, for each of its groups.
+# The list of a row has room for this many entries per group of the row.
 ROOM = 4
-# Groups up to which a program has 8 warps. With 8 for more of them or for single entries, or with 4, ptxas keeps
-# registers on the stack.
+# A program has 8 warps up to this many groups. With 8 warps for more groups or for single entries, or with 4 warps,
+# ptxas spills.
 FEW_GROUPS = 2048
 
 
@@ -52,14 +52,14 @@ def cut_warps(block_g: int, is_contiguous: bool) -> int:
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
     """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and the first id kept at it
-    as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], its rows behind the others."""
+    as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], the draft's rows last."""
     batch, num_rows, _ = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
     draft = draft_logits if num_drafts > 0 else None
     if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
-        # A launch reads rows of one kind.
+        # One launch handles only one dtype and stride.
         _search(draft, None, filters, bounds, num_rows, tile)
         draft = None
     _search(logits, draft, filters, bounds, 0, tile)
@@ -76,7 +76,7 @@ def _search(
     num_tiles = launch.num_tiles(logits, tile)
     group = min(GROUP, tile // 4)
     num_groups = num_tiles * (tile // group)
-    # At least 16 bytes.
+    # A part is at least 16 bytes.
     part = max(group // PARTS, 8)
     num_parts = num_tiles * (tile // part)
     room = ROOM * num_groups

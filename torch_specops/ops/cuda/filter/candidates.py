@@ -1,4 +1,4 @@
-"""The list of a row's candidates, entries that may lie at the cut or above it: how it is made and searched."""
+"""Makes and searches the list of a row's candidates: entries that may be at the cut or above it."""
 
 import triton
 import triton.language as tl
@@ -7,19 +7,19 @@ from ..tiles import INT32_MAX, widen
 from .groups import total, weigh
 from .keys import average, key_value
 
-# Entries that a program looks at at once, and entries of its list.
+# Entries of the row that a program reads at once, and entries of its list.
 CHUNK = tl.constexpr(2048)
 SEARCHED = tl.constexpr(1024)
 
 
 @triton.jit
 def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
-    """Append the chosen [N, WIDTH] of the numbers first [N] + 0 .. WIDTH - 1 to a list of `count`, as far as
-    there is room; what would come before its beginning is left out too. Returns the new count."""
+    """Append the chosen [N, WIDTH] of the numbers first [N] + 0 .. WIDTH - 1 to a list of `count` entries, as long as
+    there is room; numbers for negative places are dropped too. Returns the new count."""
     chosen = chosen.to(tl.int32)
     own = tl.sum(chosen, 1)
     slot = count + tl.cumsum(own, 0) - own
-    # The scan over N is what costs, and over columns there is none.
+    # Only the scan over N is costly, so columns use bits instead of a scan.
     bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
     for column in range(WIDTH):
         bit = (bits >> column) & 1
@@ -39,9 +39,9 @@ def amounts(x, is_mass, scaling):
 
 @triton.jit
 def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
-    """Write down the entries of keys low .. high - 1 in the order of tokens: behind the first `skipped`, as many as
-    there is room for. Returns how many there are with those, and, if `summed`, what they amount to, and what lies above
-    them. Only one in `every` pieces is looked at."""
+    """List the entries of keys low .. high - 1 in the order of tokens, without the first `skipped`, as long as there is
+    room. Returns their number including those, and, if `summed`, their amount and the amount above them. Reads only one
+    in `every` pieces."""
     part_ptr, shift, num_pieces = parts
     row_ptr, stride_v, lead, vocab_size = row
     token_ptr, value_ptr, room = held
@@ -95,7 +95,7 @@ def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scalin
 
 @triton.jit
 def amount_from(key, held, count, is_mass, scaling):
-    """How much of a list of `count` entries, or of those that it has room for, lies at a key and above it."""
+    """The amount at a key and above it, in a list of `count` entries (or of those that it has room for)."""
     _, value_ptr, room = held
     lowest = key_value(key, value_ptr.dtype.element_ty)
     amount = tl.zeros((SEARCHED,), tl.float32)
@@ -109,7 +109,7 @@ def amount_from(key, held, count, is_mass, scaling):
 
 @triton.jit
 def bisect_cut(low, high, wanted, held, count, is_mass, scaling):
-    """The highest key of low .. high - 1 such that what is wanted lies at it and above it; low if there is none."""
+    """The highest key of low .. high - 1 with at least the wanted amount at it and above; low if there is none."""
     middle = average(low, high)
     while middle > low:
         reached = amount_from(middle, held, count, is_mass, scaling) >= wanted
@@ -121,7 +121,7 @@ def bisect_cut(low, high, wanted, held, count, is_mass, scaling):
 
 @triton.jit
 def first_kept_tie(cut, skipped, held, count):
-    """The token of the first entry of key `cut` behind `skipped` others."""
+    """The token of the first entry of key `cut` after `skipped` others."""
     token_ptr, value_ptr, _ = held
     value = key_value(cut, value_ptr.dtype.element_ty)
     first = INT32_MAX

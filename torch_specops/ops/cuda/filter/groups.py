@@ -1,4 +1,4 @@
-"""The first kernel of the search, which sums up groups of entries, and what the second finds from these sums."""
+"""The first kernel of the search, which reduces groups of entries, and functions of the second that use the results."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ from ..tiles import (
 )
 from .keys import average, key_value, lowest_key
 
-# Beyond this a scaled logit may have been clamped.
+# Above this, a scaled logit may have been clamped.
 LARGEST_UNCLAMPED = tl.constexpr(2.0**100)
 
 
@@ -38,7 +38,7 @@ def load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
 
 @triton.jit
 def is_lawful(temperature, top_p, min_p):
-    """True if the row has a distribution, so that something is kept. A greedy row does not look at top_p and min_p."""
+    """True if the row has a distribution, so that it keeps a token. Greedy rows ignore top_p and min_p."""
     return (temperature == 0) | ((temperature > 0) & (top_p == top_p) & (min_p == min_p))
 
 
@@ -61,12 +61,12 @@ def find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_d
 
 @triton.jit
 def group_sums(x, inverse_t):
-    """Raw logits [G, GROUP] -> the sums of exponentials relative to the own maximum. The weight of the maximum is
-    exactly 1, so that equal logits have equal sums."""
+    """Raw logits [G, GROUP] -> the sums of exponentials relative to the maximum of each group. The weight of the
+    maximum is exactly 1, so that groups of equal logits have equal sums."""
     top = tl.max(x, 1)
     shift = tl.maximum(top, -FLOAT32_MAX)[:, None]
     total = tl.sum(tl.exp2((x - shift) * (inverse_t * LOG2_E)), 1)
-    # Only a tile with NaN or values near the ends of float32 is scaled entry by entry.
+    # Only a tile with NaN or values near the limits of float32 is scaled entry by entry.
     highest = tl.max(tl.abs(tl.where(top > float("-inf"), top, 0.0)), 0) * inverse_t
     if ((highest <= LARGEST_UNCLAMPED) & (tl.min((total >= 0).to(tl.int32), 0) > 0)) == 0:
         z = scale(x, inverse_t)
@@ -130,8 +130,8 @@ def total(x):
 
 @triton.jit
 def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """At most how much lies below the key `bound`: all of a group whose maximum does, and of any other the rest, but no
-    more than GROUP - 1 entries of that key."""
+    """An upper bound of the amount below the key `bound`: all of a group whose maximum is below, and of any other group
+    all but its maximum, at most GROUP - 1 entries of that key."""
     top, amount, rest = groups
     x = key_value(bound, DTYPE)
     return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
@@ -139,8 +139,8 @@ def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """A key at or below the cut. Between the least maximum of a group and the highest, the last key that leaves out no
-    more than is allowed, to the 8 bits that bfloat16 has; the lowest key of all if that leaves out too much."""
+    """A key at or below the cut: of the keys from the least to the highest maximum of a group, the last that leaves out
+    at most the allowed amount, to the 8 bits of bfloat16; the lowest key of all if each leaves out more."""
     STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
     low = lowest_key(DTYPE)
     if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:

@@ -9,7 +9,7 @@ from ..tiles import widen
 
 @triton.jit
 def order_key(x):
-    """Raw logits -> int32 keys. The two zeros share a key; a NaN's key means nothing."""
+    """Raw logits -> int32 keys. The two zeros share a key; the key of NaN is arbitrary."""
     BITS: tl.constexpr = x.dtype.primitive_bitwidth
     bits = x.to(tl.int16, bitcast=True).to(tl.int32) if BITS == 16 else x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -(2 ** (BITS - 1)), 0, bits)
@@ -33,5 +33,5 @@ def lowest_key(DTYPE: tl.constexpr):
 
 @triton.jit
 def average(low, high):
-    """Rounded down; of keys that may be further apart than an int32 can say."""
+    """The mean of two keys, rounded down, without overflow of their sum or difference."""
     return (low & high) + ((low ^ high) >> 1)

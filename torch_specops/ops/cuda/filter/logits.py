@@ -1,4 +1,4 @@
-"""`specops::filter_logits` on CUDA: a copy of the logits in which what the filters remove is -inf.
+"""`specops::filter_logits` on CUDA: a copy of the logits with removed tokens as -inf.
 
 Bytes: V * s read and V * s written per row, on top of the search (`bounds.py`). One launch more than the search:
 `mask_kernel`, one program per (row, tile).
@@ -43,8 +43,8 @@ def mask_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     output_row_ptr = output_ptr + row * vocab_size
-    # Tiles are counted from the boundary of the row that is written; rows that are read begin at the same place in a
-    # chunk unless they were sliced.
+    # Tiles are counted from the boundary of the output row. Unless the input was sliced, its rows have the same
+    # alignment.
     lead = row_lead(output_row_ptr, None)
     x = load_logits_beside(logits_ptr + row * stride_n, stride_v, lead, vocab_size, tile, TILE)
     kept = within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, row).to(x.dtype)

@@ -1,11 +1,11 @@
 """The search for a row's bounds (`bounds.py`), in keys (`keys.py`).
 
-`group_kernel` sums up groups of entries (`groups.py`). From these sums `cut_kernel` finds the cut:
+`group_kernel` reduces groups of entries (`groups.py`). From the results `cut_kernel` finds the cut:
 1. `lowest_candidate` bisects keys by the groups' maxima, for top-p by their sums too. The cut lies at the key that it
    finds or above, and parts of groups whose maximum is below are not looked at again.
 2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
    `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
-3. `bisect_cut` bisects the keys that are left, by the entries of the list: for top-k, then top-p among what it kept.
+3. `bisect_cut` bisects the keys that are left, by the entries of the list: for top-k, then top-p of the kept tokens.
 4. Tokens at the cut stay in the order of descending id, as many as top-p needs (`first_kept_tie`).
 5. `lowest_likely` is the cut of min-p. The higher cut holds.
 """
@@ -19,11 +19,11 @@ from .candidates import amount_from, bisect_cut, collect, first_kept_tie, write_
 from .groups import find_row, is_filtered, is_lawful, lowest_candidate, total, weigh
 from .keys import average, key_value, lowest_key, order_key
 
-# The share of top_p from which a mass has reached it, so that the rounding of top_p to float32 keeps no token more.
+# A mass has reached top_p at this share of it, so that rounding top_p to float32 adds no token.
 TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
-# The most that the rounding of sums may add to the mass that groups leave out.
+# The factor of the mass that groups may leave out, so that the rounding of sums cannot leave out too much.
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
-# Entries from which a program guesses where the cut is.
+# Entries in the sample from which a program guesses the cut.
 SAMPLE = tl.constexpr(4096)
 # The phases of the search: the cut of top-k, the cut of top-p, and which of the tokens at the cut top-p keeps.
 TOP_K, TOP_P, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -32,7 +32,7 @@ TOP_K, TOP_P, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit
 def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
     """The part of keys low .. high - 1 around the key where a sample of one in `every` entries reaches the expected
-    amount: as many keys as should leave a quarter of the room."""
+    amount, with so few keys that their entries should fill three quarters of the room."""
     _, _, room = held
     margin = room * 3 // 8 // every
     if amount_from(low, held, count, False, scaling) > 2 * margin:
@@ -40,7 +40,7 @@ def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
         rank = amount_from(cut, held, count, False, scaling)
         high = bisect_cut(cut, high, rank - margin, held, count, False, scaling) + 1
         low = bisect_cut(low, cut + 1, rank + margin, held, count, False, scaling)
-        # Very many may be equal.
+        # Many keys may tie.
         num_between = amount_from(low, held, count, False, scaling) - amount_from(high, held, count, False, scaling)
         too_many = num_between > room // every
         low = tl.where(too_many, cut, low)
@@ -50,17 +50,17 @@ def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
 
 @triton.jit
 def mass_wanted(top_p, mass):
-    """The part of a mass that top_p keeps."""
+    """The part of `mass` that top_p keeps."""
     return tl.maximum(tl.cast(top_p, tl.float64) * TOP_P_REACHED * mass, FLOAT32_TINY)
 
 
 @triton.jit
 def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling):
-    """Narrow keys lo .. hi - 1 down to those whose entries there is room to write down, or to one key, which may have
-    more. The cut stays among them: the highest key such that what is wanted lies at it and above it, k entries or a
-    part of `mass`, all that the parts have. If it is negative, top_p of what these keys have is wanted.
+    """Narrow keys lo .. hi - 1 down to keys whose entries fit the list, or to one key, which may have more. They
+    include the cut: the highest key with at least the wanted amount at it and above (k entries, or a part of `mass`,
+    the mass of the parts). If `wanted` is negative, top_p of the mass of these keys is wanted.
 
-    Returns the keys, what lies above them, how many entries they have, and what was wanted."""
+    Returns the keys, the amount above them, the number of their entries, and the wanted amount."""
     row_ptr, _, _, _ = row
     _, _, num_pieces = parts
     _, _, room = held
@@ -93,14 +93,14 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
             else:
                 lo, hi, above = low, high, higher.to(tl.float32)
                 searching = ((count > room) & (average(lo, hi) > lo)).to(tl.int32)
-            # A guess that was wrong is not repeated.
+            # After a wrong guess, halve the keys instead.
             low, high = average(lo, hi), hi
     return lo, hi, above, count, wanted
 
 
 @triton.jit
 def count_left_out(cut, above, wanted, held, count, scaling):
-    """How many of the tokens at the cut top-p leaves out: it keeps as many as begin below the mass that is wanted."""
+    """The number of tokens at the cut that top-p leaves out: it keeps those that begin below the wanted mass."""
     _, value_ptr, room = held
     above += amount_from(cut + 1, held, count, True, scaling)
     num_ties = amount_from(cut, held, count, False, scaling)
@@ -114,7 +114,7 @@ def count_left_out(cut, above, wanted, held, count, scaling):
 
 @triton.jit
 def lowest_likely(low, high, min_p, scaling, DTYPE: tl.constexpr):
-    """The first key of low .. high whose scaled logit is at least z_max + log(min_p): scaling keeps the order."""
+    """The first key of low .. high whose scaled logit is at least z_max + log(min_p). Scaling keeps the order."""
     z_max, inverse_t = scaling
     gap = tl.log(tl.minimum(min_p, 1.0))
     while low < high:
@@ -159,8 +159,8 @@ def cut_kernel(
     b = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1).to(tl.int64)
     program = b * (num_rows + num_drafts) + r
-    # Torch looks for what a kernel writes, but not inside functions: what comes from a function that was given a
-    # pointer counts as that pointer. So all that decides where the lists are written is loaded here.
+    # Torch analyses which tensors a kernel writes, but not inside functions: the result of a function counts as the
+    # pointer that it was given. So all values that decide where the lists are written are loaded here.
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + b)
@@ -176,7 +176,7 @@ def cut_kernel(
     first_at_cut = tl.where(lawful, 0, INT32_MAX)
     if is_filtered(temperature, top_k, top_p, min_p):
         DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-        # Groups are a multiple of four, so that four are loaded at once.
+        # The number of groups is a multiple of four, so four are loaded at once.
         first_group = tl.arange(0, BLOCK_G // 4) * 4
         group = first_group[:, None] + tl.arange(0, 4)[None, :]
         is_group = (first_group < num_groups)[:, None]
@@ -192,7 +192,7 @@ def cut_kernel(
         highest = order_key(x_max.to(DTYPE))
         lo = lowest_key(DTYPE)
         if ((top_k > 0) | (top_p < 1)) & (x_max > float("-inf")):
-            # Top-k may leave out all groups but k, top-p the mass that it removes.
+            # Top-k may leave out all but k groups, top-p the mass that it removes.
             amount = tl.where(finite, 1.0, 0.0)
             rest = tl.zeros(top.shape, tl.float32)
             allowed = total(amount) - top_k
@@ -211,7 +211,7 @@ def cut_kernel(
             lo = lowest_candidate(least, highest, allowed, (top, amount, rest), scaling, DTYPE, GROUP)
             listed = finite & (top >= key_value(lo, DTYPE))
             mass = total(tl.where(listed, amount, 0.0))
-            # Loaded again, so that they take no registers during the search.
+            # Reload them, so that they take no registers during the search.
             part_top = widen(tl.load(top_ptr + part, mask=is_group, other=float("-inf")))
             matters = (part_top > float("-inf")) & (part_top >= key_value(lo, DTYPE))
             part_ptr += program * num_groups * PARTS
@@ -229,8 +229,8 @@ def cut_kernel(
             hi = highest + 1
             count = places + 1
             skipped = 0
-            # A loop, so that the code of the two searches is there once, and because torch does not follow what comes
-            # from the round before (see above), but what comes from a function that was given the row.
+            # A loop, so that the code of the two searches exists once; and because torch's analysis (see above) ignores
+            # values of the previous iteration, while it would take the result of a function for a pointer.
             for phase in range(3):
                 is_mass = phase == TOP_P
                 if phase == TIES:
@@ -262,7 +262,7 @@ def cut_kernel(
                         skipped = count_left_out(lo, above, wanted, held, count, scaling)
         if min_p_ptr is not None:
             if DTYPE.primitive_bitwidth == 32:
-                # Loaded again: on sm_80 ptxas would keep registers on the stack to hold it during the search.
+                # Reload it: on sm_80 ptxas would spill to hold it during the search.
                 min_p = tl.load(min_p_ptr + b)
             if min_p > 0:
                 likely = lowest_likely(lo, highest, min_p, scaling, DTYPE)
