@@ -83,7 +83,7 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
 
 def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
     """The mode without gradients for these models and drafts: `torch.inference_mode`, in which a step of small models
-    takes up to a fifth less time; or `torch.no_grad` if user code may keep tensors of a forward
+    takes up to a tenth less time; or `torch.no_grad` if user code may keep tensors of a forward
     (`LanguageModel.is_observed`), because tensors made in inference mode cannot be used in training.
 
     The mode may change between two steps, and inference tensors cannot be written outside inference mode. So tensors
