@@ -161,7 +161,7 @@ class StepCosts:
         self.most_drafts = max(self.most_drafts, num_drafts)
         if self._units_are_old:
             # Steps may have become faster. Whether they have become slower, a step without drafts shows.
-            self._units = deque([min(*self._units, seconds / expected)], maxlen=NUM_UNITS)
+            self._units = deque([min(max(self._units), seconds / expected)], maxlen=NUM_UNITS)
         cost = min(seconds / min(self._units), most)
         weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
         self._fit(tokens / self._num_rows - 1, cost - 1, weight)
