@@ -118,7 +118,7 @@ def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
     if getattr(config, "attn_temperature_tuning", False):
         limits.append((config.floor_scale - 1, "it scales later queries by the length of its cache (floor_scale)"))
     if getattr(config, "keep_window_size", None):
-        # It keeps this many tokens, those with the largest scores, and equal tokens tie.
+        # It keeps the tokens with the largest scores, up to this number. Equal tokens tie.
         limits.append(
             (config.keep_window_size, "which tokens it keeps of more depends on how they are read (keep_window_size)")
         )

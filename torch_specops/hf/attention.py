@@ -33,8 +33,8 @@ def grouped_attention(
     """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. The mask may also
     be spans of slots for `attend`, as [B, 1, n, 2] int64.
 
-    Queries may be packed, as [1, G * heads, N, D] for keys of several sequences: row by row the queries that see a slot
-    in the mask [B, 1, n, W].
+    Queries may be packed, as [1, G * heads, N, D] for keys of several sequences. They are then, row by row, the queries
+    that see a slot in the mask [B, 1, n, W].
     """
     if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}

@@ -18,8 +18,8 @@ from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
-# Names of the cache argument in forwards: up to transformers 5.23, from 5.24 on, and in models without attention.
-# Third-party code may have the first and the second.
+# Names of the cache argument: up to transformers 5.23, from 5.24 on, and in models without attention. Third-party code
+# may use either of the first two in any version.
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 
@@ -120,7 +120,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         return self._cache.width or self._cache.capacity, 0
 
     def get_seq_length(self) -> int:
-        # Not used: rows have different lengths, and forwards get explicit positions and masks.
+        # Rows have different lengths, so forwards get explicit positions and masks.
         return 0
 
     def get_max_length(self) -> int:

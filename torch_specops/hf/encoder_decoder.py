@@ -28,7 +28,7 @@ class EncoderDecoderModel(TransformersModel):
 
     # The encoder's output if it has already run; `start` then does not run it.
     encoder_outputs: Tensor | None = None
-    # In a draft, the target whose encoder output it reads. Then the newest inputs of the encoder.
+    # In a draft: the target whose encoder output it reads. `_inputs` are the newest inputs of the encoder.
     _encodes_for_us: EncoderDecoderModel | None = None
     _inputs: Mapping[str, Tensor] | None = None
     _encoder_states: Tensor | None = None
@@ -192,10 +192,10 @@ class WhisperDecoder(EncoderDecoderModel):
 
 
 def _relative_bias_of(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A function for the bias that T5's mask must add so that scores are right for each row's positions; None = no T5.
+    """A function that corrects T5's position bias for ragged rows; None = the model is not a T5.
 
     T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions of tokens [B, n] and
-    of slots [B or 1, S], and returns the right bias minus T5's.
+    of slots [B or 1, S], and returns the right bias minus T5's, which the mask adds.
     """
     blocks = getattr(model.get_decoder(), "block", None)
     if blocks is None:

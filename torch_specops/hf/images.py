@@ -63,7 +63,7 @@ class ImageTextModel(TransformersModel):
 
     The model's own forward reads all prompts with images at once, padded on the right, and computes their masks and
     positions. An image may take fewer positions than it has tokens, and its tokens have positions in time, height and
-    width (mRoPE), which `offsets_at` returns. A placeholder after the prompt is an ordinary token.
+    width (mRoPE); `offsets_at` returns their offsets. A placeholder after the prompt is an ordinary token.
 
     Attributes:
         undrafted: the placeholder, which lookups do not propose.

@@ -310,8 +310,8 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def packs_rows(self) -> bool:  # type: ignore[override]
-        """Whether `forward_packed` gives the logits of `forward`: only with our attention, as all other modules work
-        token by token."""
+        """Whether `forward_packed` gives the logits of `forward`. It needs our attention; all other modules work token
+        by token."""
         return self.supports_spans
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -404,7 +404,7 @@ class TransformersModel(FeatureModel, TreeModel):
         """The model's argument `logits_to_keep` for the last `num_logits` logits of a forward; None = all."""
         if self._features is None or num_logits in (None, num_tokens):
             return num_logits or 0
-        # Given a number, Gemma 4 with shared keys skips the other tokens in its last layers.
+        # Given a number, Gemma 4 with shared keys skips the other tokens in its last layers, and their features.
         return torch.arange(num_tokens - num_logits, num_tokens, device=self.device)
 
     def rounding_of(self, logits: Tensor) -> float:

@@ -22,7 +22,7 @@ from .cache import RaggedCache, cache_argument
 from .images import ImageTextModel, mrope_of
 from .models import TransformersModel
 
-# The names of the number of these layers in configs.
+# Config fields that give the number of these layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
 # The weights of all experts in one tensor, and their names in checkpoints that store each expert separately.
@@ -79,7 +79,7 @@ class MtpHead(nn.Module):
     """MTP layers of the target's layer class. Embeddings, rotary embedding and head come from the target of each call.
 
     Args:
-        config: of a text model that has only these layers.
+        config: the config of a text model with only these layers.
         like: a layer of the target.
         layout: how the family combines the parts.
     """
@@ -133,7 +133,7 @@ class MtpHead(nn.Module):
         if mrope_of(target.prepared) is not None:
             grid = places.expand(3, -1, -1)
             if isinstance(target, ImageTextModel):
-                # Use the offsets of the hidden states' positions, to keep their distances in the model.
+                # Add the offsets of the hidden states, so that their distances stay as in the model.
                 grid = grid + target.offsets_at(positions, None if rows is None else rows.unsqueeze(1))
         # Each kind of layer may have different angles.
         kinds = [kind] if kind in self.config.rope_parameters else []
@@ -200,13 +200,13 @@ def read_mtp_head(
 
 
 def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
-    """Find the MTP weights among these names: all layers that the target's config counts, without gaps."""
+    """Find the MTP weights among these names. The number of layers must be the config's, without gaps."""
     tried = []
     for layout in LAYOUTS:
         before, is_counted_on = (layout.root + layout.parts[-1]).partition("{")[0], "{n}" in layout.root
         first = text.num_hidden_layers if is_counted_on else 0
         tried.append(layout.root.format(k=0, n=first) + "*")
-        # If the model is part of another model, its name comes first.
+        # If the model is part of another model, names begin with its name.
         pattern = re.compile(rf"(|.*?\.){re.escape(before)}(\d+)\.")
         numbered = {int(match[2]) - first: match[1] for name in names if (match := pattern.match(name))}
         prefixes = {layer: prefix for layer, prefix in numbered.items() if layer >= 0}
@@ -254,7 +254,7 @@ def _empty_head(model: PreTrainedModel, found: Found) -> MtpHead:
 
 
 def _layer_config(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
-    """A config for MTP layers that are numbered from 0."""
+    """A config for `depth` MTP layers, numbered from 0."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "num_mtp_layers", None):
         own = config.get_mtp_config()

@@ -63,7 +63,7 @@ class StepStates:
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         num_slots = conv.shape[1]
         self._slots = slots_before(positions, num_slots)
-        # For each token, the slot of the state before it (an index into B * R), and of the state after it (into R).
+        # For each token: where the state before it is in [B * R], and where the state after it is in [R].
         self._before = (self.rows.unsqueeze(1) * num_slots + self._slots).unbind(1)
         self._behind = ((positions + 1) % num_slots).unbind(1)
 
@@ -94,7 +94,7 @@ class StepStates:
         return torch.stack(seen)
 
     def update_recurrent_state(self, state: Tensor | Callable[[StepStates], object], *args: Any, **kwargs: Any) -> None:
-        """Does nothing if `read` has written the states; a callable `state` calls `read` now."""
+        """Called with a tensor after `read` has written the states, or with a function that calls `read` (`mamba`)."""
         if not isinstance(state, Tensor):
             state(self)
 
@@ -270,7 +270,7 @@ def mamba(
 
 
 def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """vectors [..., N, X] @ matrix [..., X, Y], on CUDA as sums, because matrix products may round inputs to TF32."""
+    """vectors [..., N, X] @ matrix [..., X, Y]. On CUDA matrix products may round to TF32, so this uses sums there."""
     return vectors @ matrix if matrix.is_cpu else (vectors.unsqueeze(-1) * matrix.unsqueeze(-3)).sum(-2)
 
 

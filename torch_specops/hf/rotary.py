@@ -53,8 +53,7 @@ def follow_lengths(rotaries: Iterable[nn.Module], read: ReadLengths) -> None:
 
 
 def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """The rotary embeddings that depend on the sequence length, with their kinds that do: layers may have different
-    kinds."""
+    """The rotary embeddings that depend on the sequence length, with the kinds that do. Layers may differ in kind."""
     for module in model.modules():
         kinds = vars(module).get("rope_type")
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
@@ -66,8 +65,8 @@ def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 def _rotate(
     rotary: Any, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """The forward of a rotary embedding (`own`, or else its class's), called once for each length with different
-    frequencies, with the positions of the tokens that are read at that length."""
+    """The forward of a rotary embedding, for tokens that are read at different lengths. Calls the embedding's forward
+    (`own`, or else its class's) once for each length that has different frequencies."""
     forward = partial(type(rotary).forward, rotary) if own is None else own
     if layer_type is not None:
         forward = partial(forward, layer_type=layer_type)

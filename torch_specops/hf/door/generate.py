@@ -77,9 +77,9 @@ def custom_generate(
             select a draft as in transformers; with `speculation_type="dflash"` it is a drafter of transformers or a
             `DFlash`. MTP layers and a drafter are loaded once per model.
         num_draft_tokens, schedule, verify, compile: arguments of `SpeculativeDecoder`. As long as the model lives, its
-            next call with the same draft and the same values reuses compiled code. None for the first two = the values
-            of `num_assistant_tokens` and `num_assistant_tokens_schedule`, else the draft's default number, and "auto"
-            for drafts that are not sampled, otherwise "constant".
+            next call with the same draft and the same values reuses compiled code. If the first two are None,
+            `num_assistant_tokens` and `num_assistant_tokens_schedule` set them. Otherwise they default to the draft's
+            number, and to "auto" for drafts that are not sampled, else "constant".
         num_assistant_tokens, num_assistant_tokens_schedule: transformers' names for these two; "heuristic" and
             "heuristic_transient" both start over in each call. None = the value in `generation_config` if it is not
             transformers' default (20, "constant"), else the value in the generation config of a draft model.
@@ -88,8 +88,10 @@ def custom_generate(
         seed, grammar: arguments of `SpeculativeDecoder.generate`. A processor of xgrammar, or of outlines with
             xgrammar or llguidance, is read as a grammar unless it has been called before.
         tokenizer: for the stop strings.
-        has_mask, image_inputs, inputs_tensor, model_kwargs: whether a mask was given, the images of the prompts, the
-            encoder's input; masks, the encoder's output and the other inputs of transformers' loop.
+        has_mask: True = the caller gave a mask.
+        image_inputs: the images of the prompts.
+        inputs_tensor: the encoder's input.
+        model_kwargs: masks, the encoder's output and other inputs for transformers' loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output

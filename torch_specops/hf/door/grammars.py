@@ -14,7 +14,7 @@ from .processors import FIRST_WARPER, STAGE
 def take_grammars(
     processors: LogitsProcessorList, grammar: AnyGrammar, num_rows: int
 ) -> tuple[LogitsProcessorList, AnyGrammar]:
-    """Replace a grammar's processor by grammars. Returns the other processors, and a new `Grammar` for each row.
+    """Take a grammar's processor out of the list. Returns the other processors, and a new `Grammar` for each row.
 
     The arguments are returned unchanged if there is no such processor, it has been called, a warper comes before it, or
     a processor after it is not in `STAGE`.

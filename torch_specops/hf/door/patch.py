@@ -81,7 +81,7 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
 
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # No other check depends on assisted generation. Only calls of our function have `has_mask`.
+        # Calls of our function have `has_mask`. The other checks do not depend on assisted generation.
         if mode is GenerationMode.ASSISTED_GENERATION and "has_mask" in mode_kwargs:
             mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)

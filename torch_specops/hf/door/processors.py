@@ -17,7 +17,7 @@ from ...drafts import AnyDraft
 from ...sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
-# before it. `remove_invalid_values` is ignored: docs/what_verify_computes.md says what logits that are not finite mean.
+# before it. `remove_invalid_values` is ignored: docs/what_verify_computes.md defines logits that are not finite.
 _STAGES: tuple[tuple[type, ...], ...] = (
     (generation.SequenceBiasLogitsProcessor,),
     (
@@ -38,8 +38,8 @@ _STAGES: tuple[tuple[type, ...], ...] = (
 )
 STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
 FIRST_WARPER = STAGE[generation.TemperatureLogitsWarper]
-# These depend on earlier calls, but the first calls may not show it: SynthID needs several calls, and a grammar may
-# stay in one state for a while.
+# These depend on earlier calls, but repeating the first call may not show it: after too few calls, or while a grammar
+# stays in one state.
 _STATEFUL = generation.SynthIDTextWatermarkLogitsProcessor
 _GRAMMARS = ("llguidance", "outlines", "xgrammar")
 # The padding of prompts is rounded up to a multiple of this, so that batches share compiled code.
@@ -58,8 +58,7 @@ class ProcessorSampling(SamplingParams):
         num_ignored: [B] int64, how many tokens from the left, padding included, a repetition penalty ignores; None = 0.
         called: processors that are called unchanged.
         pad_token_id: the token that they see where a row has none.
-        asked_once: True = they are called once per token, as in transformers, because there are neither drafts nor
-            `output_scores`.
+        asked_once: True = they are called once per token, as in transformers: without drafts and `output_scores`.
     """
 
     biases: tuple[Bias, ...]
@@ -264,7 +263,7 @@ class _HostProcessors:
 
     @property
     def constants(self) -> Hashable:
-        # Each call has different processors.
+        # Each `generate` call has different processors.
         return self
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
