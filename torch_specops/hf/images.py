@@ -221,7 +221,7 @@ class ImageTextModel(TransformersModel):
         last = mask.sum(1, keepdim=True) - 1
         logits, _, _ = self._own_forward(tokens, mask, images, None)
         expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()
-        # Like the first step, read the last `num_unread` tokens, but none before the end of the last image.
+        # Read the last `num_unread` tokens as the next step will, but none before the end of the last image.
         index = torch.arange(tokens.shape[1], device=tokens.device)
         behind = ((tokens == self._placeholder) & mask).mul(index + 1).amax(1, keepdim=True)
         positions = torch.maximum(last + torch.arange(1 - num_unread, 1, device=tokens.device), behind)

@@ -196,8 +196,8 @@ _decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionar
 def _cached_decoder(
     model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
 ) -> _CachedDecoder:
-    # Use a name for the model itself, because an entry must not keep its key alive, and for drafts that each call
-    # creates again.
+    # Compare the model itself by name, because an entry must not keep its key alive. Compare drafts that each call
+    # creates again by their settings.
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers

@@ -28,8 +28,7 @@ def take_grammars(
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
         found = _grammars_of(processor, num_rows)
-        # The loop masks after the processors and before the warpers. Processors in STAGE commute with a mask before
-        # them.
+        # The loop applies the grammar's mask between processors and warpers. It commutes with processors in STAGE.
         is_behind_a_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
         if found is None or is_behind_a_warper or any(type(each) not in STAGE for each in after):
             continue
