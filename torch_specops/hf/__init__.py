@@ -9,8 +9,8 @@ from ..decode.stop_strings import stop_string_rule
 if TYPE_CHECKING:
     from .door.generate import custom_generate
 
-# transformers imports torchao where it is installed, which logs the kernels that it cannot load and what torch
-# deprecates in it. A user can do nothing about either.
+# transformers imports torchao if it is installed. torchao then logs kernels that it cannot load and deprecation
+# warnings from torch, and users can act on neither.
 _loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
 _levels = [logger.level for logger in _loggers]
 for _logger in _loggers:
@@ -27,7 +27,7 @@ __all__ = ["EncoderDecoderModel", "TransformersModel", "custom_generate", "langu
 
 
 def __getattr__(name: str) -> Any:
-    # Its module wraps two methods of `GenerationMixin`, which are left alone until it is asked for.
+    # Import it late, because its module wraps two methods of `GenerationMixin`.
     if name == "custom_generate":
         return import_module(".door.generate", __name__).custom_generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

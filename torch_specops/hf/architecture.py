@@ -12,7 +12,7 @@ from ..ops.kv_cache import Window
 from .rotary import growing_rotaries
 from .states import state_modules
 
-# Kinds of layers: with attention, with a state of the text, with both, with neither.
+# Kinds of layers: with attention, with a state, with both, with neither.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE_KINDS = ("linear_attention", "conv")
 ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
@@ -28,7 +28,7 @@ UNREADABLE = {
 
 
 class Reading(NamedTuple):
-    """How a model that passed a check is read: as the attributes of `TransformersModel`."""
+    """Attributes of `TransformersModel` for a model that passed a check."""
 
     supports_spans: bool
     max_length: int | None
@@ -36,18 +36,18 @@ class Reading(NamedTuple):
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself; the base of a `PeftModel`, whose layers contain the active adapter; what `torch.compile` got,
-    because the loop compiles its own steps.
+    """The transformers model inside wrappers: the base of a `PeftModel`, whose layers contain the active adapter, and
+    the model given to `torch.compile`, because the loop compiles its own steps.
 
     Raises:
-        TypeError: no transformers model.
-        ValueError: a `PeftModel` that reads more than the tokens.
+        TypeError: not a transformers model.
+        ValueError: a `PeftModel` that gives its base more than tokens.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         adapter = model.active_peft_config
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-        # X-LoRA weighs its adapters in a forward of its own.
+        # X-LoRA computes the weights of its adapters in the wrapper's forward.
         if adapter.is_prompt_learning or kind in ("POLY", "XLORA"):
             raise ValueError(
                 f"model: a PeftModel with {kind} gives its base more than tokens, which this loop would not do; decode "
@@ -69,7 +69,7 @@ def check_can_decode(model: PreTrainedModel) -> None:
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
     devices = {parameter.device for parameter in model.parameters()}
-    # accelerate leaves nothing of an offloaded weight between two forwards, or moves whole models back and forth.
+    # accelerate puts offloaded weights on the meta device between forwards, or moves whole models back and forth.
     is_offloaded = type(getattr(model, "_hf_hook", None)).__name__ == "CpuOffload"
     if len(devices) > 1 or is_offloaded or torch.device("meta") in devices:
         raise ValueError(
@@ -95,7 +95,7 @@ def _check_layers(model: PreTrainedModel) -> None:
     reason = UNREADABLE.get(config.model_type)
     if reason is None and others:
         reason = f"it has layers of the kind {', '.join(sorted(others))}"
-    # The class of a model whose layers all have attention may be stateful, because other models of it have states.
+    # A class may be marked as stateful for the sake of other models, though all layers of this model have attention.
     if reason is None and not keeps_states and not kinds and getattr(model, "_is_stateful", False):
         reason = "it keeps a state outside of the cache"
     if reason is not None:
@@ -110,14 +110,15 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
-    """The most tokens that a model can read, None = any number; and why, if it is not the number of its positions."""
+    """The most tokens that a model can read (None = any number), and the reason if it is not its number of
+    positions."""
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
     positions = next((length for name in names if (length := getattr(config, name, None)) is not None), None)
     limits = []
     if getattr(config, "attn_temperature_tuning", False):
         limits.append((config.floor_scale - 1, "it scales later queries by the length of its cache (floor_scale)"))
     if getattr(config, "keep_window_size", None):
-        # It keeps so many tokens with the largest scores, and equal tokens tie.
+        # It keeps the tokens with the largest scores, up to this number. Equal tokens tie.
         limits.append(
             (config.keep_window_size, "which tokens it keeps of more depends on how they are read (keep_window_size)")
         )
@@ -128,14 +129,14 @@ def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
 
 
 def computes_positions(model: PreTrainedModel) -> bool:
-    """True = rotary embeddings, which `max_position_embeddings` does not limit: tokens beyond are of less use."""
+    """True = the model has rotary embeddings, so it can read beyond `max_position_embeddings`, though less well."""
     config = model.config.get_text_config(decoder=True)
     has_rotary = any(getattr(module, "rope_type", None) for module in model.get_decoder().modules())
     return has_rotary and max_length(config)[0] == getattr(config, "max_position_embeddings", None)
 
 
 def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
-    """The kinds of attention layer in a model, each with its window; None = a layer that sees everything before it."""
+    """The kinds of attention layer in a model, each with its window; None = it sees all earlier tokens."""
     size, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     sliding = Window(size) if size else None
     chunked = Window(chunk, in_chunks=True) if chunk else None
@@ -145,8 +146,8 @@ def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """The reason, or None. Some rotary embeddings change with the length of a text: they look at the values of lengths,
-    which a graph cannot do."""
+    """The reason not to compile the model, or None. Some rotary embeddings branch on the length of a sequence, which a
+    graph cannot do."""
     if is_sharded(model):
         return f"fully_shard gathers the weights of {type(model).__name__} in hooks that torch does not compile"
     kind = next((kind for _, kinds in growing_rotaries(model) for kind in kinds), None)

@@ -1,8 +1,8 @@
-"""Attention of grouped queries over the cache, without a copy of the keys for each query head.
+"""Grouped-query attention over the cache without a copy of the keys for each query head.
 
-With a mask, transformers' "sdpa" repeats keys and values for every query head of a group, but for eager steps of one
+With a mask, transformers' "sdpa" repeats keys and values for every query head of a group, except in eager steps of one
 token since 5.23. Ragged rows always have a mask, so each step would copy the whole cache as many times as a group has
-heads. Here the query heads of a group become further queries of the key head that they share.
+heads. Here the query heads of a group become additional queries of their shared key head.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def grouped_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. Instead of a mask
-    it takes the spans of slots that `attend` takes, as [B, 1, n, 2] int64.
+    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. The mask may also
+    be spans of slots for `attend`, as [B, 1, n, 2] int64.
 
-    Queries may be packed, as [1, G * heads, N, D] for keys of several sequences: those to which the mask [B, 1, n, W]
-    shows a slot, row by row.
+    Queries may be packed, as [1, G * heads, N, D] for keys of several sequences. They are then, row by row, the queries
+    that see a slot in the mask [B, 1, n, W].
     """
     if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
@@ -51,7 +51,7 @@ def grouped_attention(
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[1, N, G * heads, D]. What a query of padding gives, which sees nothing, is dropped."""
+    """Attention of packed queries, [1, N, G * heads, D]. Padding, which sees no slot, is dropped."""
     at = mask.any(3).flatten().nonzero().squeeze(1)
     padded = query.new_zeros(mask.shape[0] * mask.shape[2], *query.shape[1::2])
     padded.index_copy_(0, at, query[0].transpose(0, 1))
@@ -59,15 +59,15 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     return output.flatten(0, 1).index_select(0, at).unsqueeze(0)
 
 
-# By this name a config asks for it, and for the masks of "sdpa".
+# Configs select it by this name, with the masks of "sdpa".
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
-    """Set `grouped_attention` in a config whose attention is "sdpa", if its queries are grouped or the model is to be
-    given spans, and otherwise set "sdpa" again."""
-    # Layers of one model may have other numbers of heads.
+    """Select `grouped_attention` in a config with "sdpa" if its queries are grouped or the model gets spans; otherwise
+    restore "sdpa"."""
+    # The layers of a heterogeneous model may differ in their numbers of heads.
     is_grouped = use_spans or getattr(config, "is_heterogeneous", False)
     if not is_grouped:
         num_heads = getattr(config, "num_attention_heads", None)

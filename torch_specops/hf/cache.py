@@ -1,4 +1,4 @@
-"""Tensors that a forward of an unmodified transformers model writes: keys, values, hidden states for feature drafts."""
+"""Tensors that a forward of an unmodified transformers model writes: keys, values, features for drafts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
 
-# What forwards call their cache: up to transformers 5.23, from 5.24 on, and in models without attention. Code of others
-# may have the first and the second.
+# Names of the cache argument: up to transformers 5.23, from 5.24 on, and in models without attention. Third-party code
+# may use either of the first two in any version.
 CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """The name of the cache in a forward."""
+    """The name of a forward's cache argument."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
 def placed(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new`, in the memory of `old` where it fits, because CUDA graphs read from there."""
+    """`new`, copied to the memory of `old` if it fits, because CUDA graphs read from there."""
     if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         return new
     return old.copy_(new)
@@ -50,7 +50,7 @@ class RaggedCache(Cache):
         self.owners: Tensor | None = None
 
     def begin(self) -> None:
-        """Forget everything. A layer keeps its memory if what is written first fits."""
+        """Forget everything. A layer reuses its memory if the first write fits."""
         for layer in self.layers:
             layer.is_begun = False
 
@@ -58,9 +58,8 @@ class RaggedCache(Cache):
     def writing_at(
         self, slots: Tensor, width: int | None = None, rows: Tensor | None = None, owners: Tensor | None = None
     ) -> Iterator[None]:
-        """Within it a forward writes at `slots` [A, n] of the sequences `rows` [A], None = all, and reads the first
-        `width` slots of these sequences, None = all. A packed forward writes at `slots` [1, N] of the sequences
-        `owners` [1, N].
+        """Inside the block, a forward writes at `slots` [A, n] of the sequences `rows` [A] (None = all) and reads their
+        first `width` slots (None = all). A packed forward writes at `slots` [1, N] of the sequences `owners` [1, N].
         """
         self.slots, self.width, self.rows = slots, width, rows
         self.owners = rows.unsqueeze(1) if owners is None and rows is not None else owners
@@ -83,13 +82,13 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         if self.is_initialized and self.fits(key_states, value_states):
             RaggedKeyValues.clear(self)
         else:
-            # A first forward may write some rows only.
+            # The first forward may write only some rows.
             keys, values = (states[:1].expand(self._cache.batch, -1, -1, -1) for states in (key_states, value_states))
             RaggedKeyValues.__init__(self, keys, values, self._cache.capacity)
         self.is_initialized = self.is_begun = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Under autocast a model's rotary embedding may leave float32 keys beside values of 16 bits.
+        # Under autocast, a rotary embedding may make keys float32 while values have 16 bits.
         key_states, value_states = (each.to(attention_dtype(each)) for each in (key_states, value_states))
         if not self.is_begun:
             self.lazy_initialization(key_states, value_states)
@@ -121,7 +120,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         return self._cache.width or self._cache.capacity, 0
 
     def get_seq_length(self) -> int:
-        # Rows have different lengths, and a forward is given positions and masks.
+        # Rows have different lengths, so forwards get explicit positions and masks.
         return 0
 
     def get_max_length(self) -> int:
@@ -129,21 +128,21 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
 
 
 class FeatureBuffer:
-    """The inputs of the layers `layers` of a model, and for the number of its layers the result of its last norm, in a
-    buffer whose address and shape never change.
+    """The inputs of a model's layers with the indices `layers`, in a buffer with a fixed address and shape. The index
+    after the last layer selects the output of the final norm.
 
-    A forward writes it as it writes the cache: the feature of the token at position j stands in slot j.
+    A forward writes it like the cache: the feature of the token at position j is in slot j.
 
     Attributes:
         values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
-        cache: whose slots and rows it goes by; None before `start`.
+        cache: the cache whose slots and rows it uses; None before `start`.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
         self.values: Tensor | None = None
         self.cache: RaggedCache | None = None
-        # The same names and objects in every batch: what is compiled looks at both.
+        # The same names and objects in every batch, because compiled code guards on both.
         self._hooks = {f"torch_specops.features.{part}": partial(self._keep, part) for part in range(len(layers))}
 
     def __reduce__(self) -> tuple[type[FeatureBuffer], tuple[tuple[int, ...]]]:
@@ -152,7 +151,7 @@ class FeatureBuffer:
     # A batch may continue outside of the inference mode that it began in.
     @torch.inference_mode(False)
     def start(self, cache: RaggedCache, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make room for what forwards with this cache will read, in hidden states of width `size`."""
+        """Allocate or clear the buffer for forwards with this cache and hidden states of width `size`."""
         shape = (cache.batch, cache.capacity, len(self.layers) * size)
         old = self.values
         if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device):
@@ -162,10 +161,9 @@ class FeatureBuffer:
         self.cache = cache
 
     def attach(self, layers: nn.ModuleList, decoder: nn.Module) -> None:
-        """Let these layers, and the decoder that they are in, hand out what they read and give. They must be the copies
-        of a `ShadowModel`."""
+        """Hook these layers and the decoder that contains them. They must be the copies of a `ShadowModel`."""
         for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):
-            # The copies share the hooks of the model itself.
+            # The copies share their hooks with the user's model, so replace the dicts and do not change them.
             if index == len(layers):
                 decoder._forward_hooks = OrderedDict(decoder._forward_hooks, **{name: hook})
                 continue
@@ -180,8 +178,8 @@ class FeatureBuffer:
         self.values[:, :width] = self.values[sources, :width]
 
     def _keep(self, part: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Write the input of a layer, or the result of a decoder [A, n, H], at the slots that the cache is writing at.
-        `named` are the arguments by name, or the result."""
+        """Write the input of a layer or the output of the decoder [A, n, H] to the slots where the cache writes.
+        `named` are the layer's keyword arguments, or the decoder's output."""
         if "last_hidden_state" in named:
             hidden = named["last_hidden_state"]
         else:
@@ -200,8 +198,8 @@ class FeatureBuffer:
 
 
 def first_slot(slots: Tensor) -> int | None:
-    """The first of slots [B, n] if an eager call on a CPU writes the same n neighbouring slots of every sequence, from
-    the first on; else None."""
+    """The first slot if an eager call on a CPU writes the same n consecutive slots [B, n] of every sequence; else
+    None."""
     if not is_eager_cpu(slots) or slots.numel() == 0:
         return None
     rows = slots.tolist()

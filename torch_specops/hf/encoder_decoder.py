@@ -20,15 +20,15 @@ from .models import Seen, TransformersModel
 
 
 class EncoderDecoderModel(TransformersModel):
-    """A transformers model whose decoder attends to an encoder (Whisper, T5): the decoder's tokens are the text.
+    """A transformers model whose decoder attends to an encoder (Whisper, T5). Its tokens are the decoder's.
 
-    The encoder runs once, in `start`; the keys and values of its output are computed by the first forward and kept. A
-    draft with the same encoder, or with none, reads the output that its target has.
+    The encoder runs once, in `start`. The first forward computes the keys and values of its output and keeps them. A
+    draft with the same encoder, or without an encoder, reads the target's encoder output.
     """
 
-    # The output of the encoder, where it has run already; `start` then does not run it.
+    # The encoder's output if it has already run; `start` then does not run it.
     encoder_outputs: Tensor | None = None
-    # For a draft's model: the model that shares its encoder, and what that encoder has read last.
+    # In a draft: the target whose encoder output it reads. `_inputs` are the newest inputs of the encoder.
     _encodes_for_us: EncoderDecoderModel | None = None
     _inputs: Mapping[str, Tensor] | None = None
     _encoder_states: Tensor | None = None
@@ -47,7 +47,7 @@ class EncoderDecoderModel(TransformersModel):
         if self._is_t5:
             self.max_length = None
 
-    # It would copy the encoder's keys and values, which are most of what a step reads.
+    # A forward of some rows would copy the encoder's keys and values, which are most of what a step reads.
     reads_rows = False
     reads_inputs = True
 
@@ -67,11 +67,11 @@ class EncoderDecoderModel(TransformersModel):
         self._cross_attend(placed(self._encoder_states, states.clone()), mask)
 
     def share_encoder(self, draft: LanguageModel) -> LanguageModel:
-        """The draft model, or another adapter of it, that reads what this model's encoder gave; unchanged if it has
-        another encoder.
+        """Let a draft with this encoder, or a `WhisperForCausalLM`, read this model's encoder output. Returns the draft
+        or another adapter of it.
 
         Raises:
-            ValueError: a `WhisperForCausalLM` that cannot read it.
+            ValueError: a `WhisperForCausalLM` for encoder states of another width.
         """
         if not isinstance(draft, TransformersModel) or draft is self:
             return draft
@@ -86,7 +86,8 @@ class EncoderDecoderModel(TransformersModel):
         return draft
 
     def _take_encoded(self, inputs: Mapping[str, Tensor] | None) -> bool:
-        """Read what the target's encoder gave for these inputs, if it did: another decoder may have used it since."""
+        """Use the target's encoder output if it is for these inputs, and return whether it is: another decoder may have
+        replaced it."""
         other = self._encodes_for_us
         if other is None or other._encoder_states is None or other._inputs is not inputs:
             return False
@@ -94,7 +95,7 @@ class EncoderDecoderModel(TransformersModel):
         return True
 
     def _cross_attend(self, states: Tensor, mask: Tensor | None) -> None:
-        """Read these from now on. The next forward computes their keys and values."""
+        """Attend to these encoder states from now on. The next forward computes their keys and values."""
         if self._cross_cache is None or states is not self._encoder_states:
             self._cross_cache = Cache(layers=[_EncoderLayer(states.shape[1]) for _ in range(self.num_layers)])
         self._encoder_states, self._encoder_mask = states, mask
@@ -102,7 +103,7 @@ class EncoderDecoderModel(TransformersModel):
         self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Let the encoder read other inputs [1, ...] for a row. The next forward computes its keys and values."""
+        """Encode new inputs [1, ...] for a row. The next forward computes the keys and values."""
         self._inputs = inputs
         if self._take_encoded(inputs):
             return
@@ -137,7 +138,7 @@ class EncoderDecoderModel(TransformersModel):
             raise ValueError(f"inputs: expected {name} for the encoder, got {', '.join(inputs) or 'nothing'}")
         if inputs[name].shape[0] != batch:
             raise ValueError(f"inputs: expected {name} for {batch} rows, got {inputs[name].shape[0]}")
-        # The sequences of one prompt have one input.
+        # Encode once per prompt, because its sequences have the same input.
         repeats = [all(each[row].equal(each[row - 1]) for each in inputs.values()) for row in range(1, batch)]
         is_new = ~torch.tensor([False, *repeats], device="cpu")
         own = {key: value[is_new].to(self.device) for key, value in inputs.items()}
@@ -164,7 +165,7 @@ class EncoderDecoderModel(TransformersModel):
 
 
 class _EncoderLayer(StaticLayer):
-    """The keys and values of the encoder's output, all of which a forward writes at once."""
+    """The keys and values of the encoder's output, which one forward writes completely."""
 
     is_initialized: bool
 
@@ -173,14 +174,14 @@ class _EncoderLayer(StaticLayer):
         super().lazy_initialization(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Under another autocast than the batch before, the memory is allocated again.
+        # Allocate again if the previous batch ran under another autocast.
         is_fit = self.is_initialized and (key_states.shape, key_states.dtype) == (self.keys.shape, self.keys.dtype)
         self.is_initialized = is_fit
         return super().update(key_states, value_states, *args, **kwargs)
 
 
 class WhisperDecoder(EncoderDecoderModel):
-    """A `WhisperForCausalLM` as the draft of a Whisper model, whose encoder's output it reads (as Distil-Whisper)."""
+    """A `WhisperForCausalLM` (such as Distil-Whisper) as a draft that reads the encoder output of a Whisper target."""
 
     def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
         raise ValueError("draft: expected the target whose encoder this WhisperForCausalLM reads, got another one")
@@ -191,10 +192,10 @@ class WhisperDecoder(EncoderDecoderModel):
 
 
 def _relative_bias_of(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The bias that T5's mask must add, so that scores have the bias of each row's own positions; None = not a T5.
+    """A function that corrects T5's position bias for ragged rows; None = the model is not a T5.
 
-    T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions [B, n] of tokens and
-    those [B or 1, S] that the slots hold, and returns the difference to the right bias.
+    T5 itself adds the bias of positions 0, 1, ... in every row. The function takes the positions of tokens [B, n] and
+    of slots [B or 1, S], and returns the right bias minus T5's, which the mask adds.
     """
     blocks = getattr(model.get_decoder(), "block", None)
     if blocks is None:

@@ -1,4 +1,4 @@
-"""Models some of whose layers keep a state of the text (linear attention, Mamba, short convolutions)."""
+"""Models in which some layers keep a state (linear attention, Mamba, short convolutions)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .states import StateCache, StateReader, state_modules
 
 
 class HybridModel(TransformersModel):
-    """A causal transformers model with layers that keep a state of the text, alone or beside attention.
+    """A causal transformers model with layers that keep a state, with or without attention.
 
-    Its cache has a ring of states for each of them (`states.py`). The ring holds the states before the positions of a
-    step. So a text may be rolled back within its newest step, and not into its prompt, and nothing behind the end of a
-    prompt may be read with it.
+    Its cache has rings of states for these layers (`states.py`). A ring holds the states before the positions of one
+    step. So a sequence can be rolled back within its newest step but not into its prompt, and no token after a prompt
+    may be read together with it.
 
     Attributes:
         state_bytes: the memory of all rings.
     """
 
     keeps_states = True
-    # A state is read row by row.
+    # States are read row by row.
     packs_rows = False
     _cache_kind = StateCache
     _num_slots = 2
@@ -37,12 +37,12 @@ class HybridModel(TransformersModel):
 
     def _begin(self) -> None:
         self._readers: dict[nn.Module, StateReader] = {}
-        # The rows whose next read begins a text.
+        # The rows whose next read begins a sequence.
         self._unread: set[int] = set()
         super()._begin()
 
     def expect(self, num_tokens: int) -> None:
-        """Called before `start`: no forward that may be undone has more tokens than these."""
+        """Called before `start`: forwards that may be rolled back have at most `num_tokens` tokens."""
         self._num_slots = num_tokens + 1
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
@@ -81,7 +81,7 @@ class HybridModel(TransformersModel):
     def _start_cache(self, batch: int, capacity: int) -> None:
         super()._start_cache(batch, capacity)
         cache = self._require_cache()
-        # CUDA graphs know its address.
+        # Fill it in place, because CUDA graphs hold its address.
         cache.prompt_lengths = cache.prompt_lengths.to(self.device)
         cache.prompt_lengths.zero_()
         self._unread = set(range(batch))
@@ -97,9 +97,9 @@ class HybridModel(TransformersModel):
 
     @contextmanager
     def beginning(self, rows: Tensor | None) -> Iterator[None]:
-        """Within it what a forward reads of rows [A], None = all, begins their texts if nothing was read of them."""
+        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of them."""
         cache = self._require_cache()
-        # Steps find nothing unread, and wait for nothing.
+        # Decode steps have no unread rows, so they do not wait for the device.
         if self._unread:
             members = set(range(cache.batch) if rows is None else rows.tolist())
             cache.begins_texts = members <= self._unread
@@ -120,7 +120,7 @@ class HybridModel(TransformersModel):
         )
 
     def decoded(self, tokens: Tensor) -> Tensor:
-        """[1, n, V] logits of a text [1, n] that transformers reads one token after another, in a cache of its own."""
+        """Logits [1, n, V] of a sequence [1, n] that transformers reads token by token with its own cache."""
         logits, cache = [], None
         for position in range(tokens.shape[1]):
             at = torch.full((1, 1), position, device=tokens.device)
@@ -134,9 +134,9 @@ class HybridModel(TransformersModel):
         return [*super().static_tensors(), self._require_cache().prompt_lengths]
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
-        """Masks for the kinds of attention layer. A layer with a state gets none: all that it reads is text."""
+        """Masks for the kinds of attention layer. Layers with a state get none, because they read no padding."""
         kinds = {"full_attention": None} | self._windows
-        # Some families ask for the mask of a layer with attention and a state by the name of its attention.
+        # Some families look up the mask of a layer with attention and a state by the name of its attention.
         kinds |= {ATTENTION_OF[kind]: window for kind, window in self._windows.items() if kind in ATTENTION_OF}
         masks = {window: seen(window) for window in set(kinds.values())}
         return {kind: masks[window] for kind, window in kinds.items()} | dict.fromkeys(STATE_KINDS)

@@ -1,4 +1,4 @@
-"""Models of images and text: the prompt is read by the model's own forward, and what follows is text."""
+"""Image-text models: the model's own forward reads the prompt, and all later tokens are text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .cache import RaggedCache, placed
 from .hybrid import HybridModel
 from .models import TransformersModel
 
-# The tests compare these with transformers' own decoding. What others read is compared when they first get an image.
+# The tests compare these with transformers' decoding. Other models are compared when they first get an image.
 TESTED_MODELS = {"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
-# What forwards call their images, and the marks of the tokens in whose place an image is read.
+# The names of image arguments in forwards, and of the type ids that mark image tokens.
 IMAGES = (
     *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids"),
     *("spatial_shapes", "batch_num_images"),
@@ -38,18 +38,18 @@ def reads_images(model: PreTrainedModel) -> bool:
 
 
 def mrope_of(model: PreTrainedModel) -> nn.Module | None:
-    """The rotary embedding of a model's text, if it rotates by positions in time, height and width."""
+    """The rotary embedding of a model's decoder, if it uses positions in time, height and width (mRoPE); else None."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     return rotary if hasattr(rotary, "mrope_section") else None
 
 
 @contextmanager
 def _heard(rotary: nn.Module | None, hear: Callable[[Tensor], object]) -> Iterator[None]:
-    """Within it `hear` gets the positions [3, A, n] that a rotary embedding, a copy, is called with."""
+    """Inside the block, `hear` gets the positions [3, A, n] of each call of a copied rotary embedding."""
     if rotary is None:
         yield
         return
-    # The copies share the hooks of the model itself.
+    # The copy shares its hooks with the user's model, so replace the dict and do not change it.
     hooks = rotary._forward_pre_hooks
     rotary._forward_pre_hooks = OrderedDict(hooks, **{"torch_specops.positions": lambda _, given: hear(given[1])})
     try:
@@ -59,23 +59,23 @@ def _heard(rotary: nn.Module | None, hear: Callable[[Tensor], object]) -> Iterat
 
 
 class ImageTextModel(TransformersModel):
-    """A causal transformers model that reads images in the places of a token in the prompt, the placeholder.
+    """A causal transformers model that reads images at the positions of a prompt token, the placeholder.
 
-    The prompts with images, padded on the right, are read in one forward of the model's own, which makes masks and
-    positions for them. An image may take fewer positions than it has tokens, and its tokens have positions in time,
-    height and width (mRoPE), which `offsets_at` knows. A placeholder behind the prompt is text like any other token.
+    The model's own forward reads all prompts with images at once, padded on the right, and computes their masks and
+    positions. An image may take fewer positions than it has tokens, and its tokens have positions in time, height and
+    width (mRoPE); `offsets_at` returns their offsets. A placeholder after the prompt is an ordinary token.
 
     Attributes:
-        undrafted: the placeholder, which no lookup proposes.
+        undrafted: the placeholder, which lookups do not propose.
     """
 
     reads_images = True
 
-    # Images to be read, and the rows whose prompts have them.
+    # Unread images, each with the rows whose prompts contain them.
     _images: list[tuple[Sequence[int], Mapping[str, Tensor]]]
     _num_copies = 1
-    # [3, B, capacity] int64, positions in time, height and width less the slot, at one address for all batches of a
-    # size; None = positions count the tokens.
+    # [3, B, capacity] int64, positions in time, height and width minus the slot, at one address for all batches of the
+    # same size; None = positions equal slots.
     _offsets: Tensor | None = None
     _of_calls: ClassVar[Sequence[str]] = ("_images", "_num_copies", "_offsets")
 
@@ -93,14 +93,15 @@ class ImageTextModel(TransformersModel):
     def check_images(
         self, tokens: Tensor, lengths: Tensor, inputs: Mapping[str, Tensor] | None, attention_mask: Tensor | None
     ) -> dict[str, Tensor] | None:
-        """The images of prompts [B, P] of `lengths` [B], with the mask of the prompts [B, P]; None = there are none.
+        """The images of prompts [B, P] of `lengths` [B], with the mask of the prompts [B, P]; None = no images.
 
         Args:
-            inputs: as a processor gives them. Type ids stand where `attention_mask` [B, P] says, and are not needed.
+            inputs: as a processor returns them. Type ids are optional, and aligned with `attention_mask` [B, P].
 
         Raises:
-            TypeError, ValueError: an input that the model does not take or that is no tensor; placeholders without
-                images, or images without; type ids of other tokens; a prompt that ends with a placeholder.
+            TypeError, ValueError: an input that the model does not take or that is not a tensor; placeholders without
+                images, or images without placeholders; type ids that do not mark the placeholders; a prompt that ends
+                with a placeholder.
         """
         images, inside = dict(inputs or {}), torch.arange(tokens.shape[1], device="cpu") < lengths.unsqueeze(1)
         is_image = (tokens == self._placeholder) & inside
@@ -146,7 +147,7 @@ class ImageTextModel(TransformersModel):
 
     def _take(self, rows: Sequence[int], inputs: Mapping[str, Tensor]) -> None:
         self._check_names(inputs.keys() - {"attention_mask"})
-        # A draft for which a prompt is too long reads tokens, as far as it can.
+        # A draft that is too small for the prompt reads no images, only the tokens that fit.
         if inputs["attention_mask"].shape[1] <= self._require_cache().capacity:
             self._images.append((rows, inputs))
 
@@ -159,8 +160,8 @@ class ImageTextModel(TransformersModel):
             )
 
     def read_images(self, tokens: Tensor, rows: Sequence[int], num_unread: int) -> list[int]:
-        """`LanguageModel.read_images`; a ValueError also for a model whose text does not go on from its own reading of
-        images."""
+        """`LanguageModel.read_images`. Also raises ValueError for a model whose steps after images do not give the
+        logits of its own forward."""
         given = [each for each in self._images if set(each[0]) <= set(rows)]
         self._images = [each for each in self._images if not set(each[0]) <= set(rows)]
         for own_rows, images in given:
@@ -179,7 +180,7 @@ class ImageTextModel(TransformersModel):
     def _read_prompts(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
     ) -> None:
-        """Read all of the prompts [A, P] of rows [A]: an image may not be cut."""
+        """Read the whole prompts [A, P] of rows [A], because an image must not be split."""
         cache, slots = self._require_cache(), torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         written = cache.writing_at(slots, mask.shape[1], rows if len(rows) < cache.batch else None)
         with written, self.reading_at(self._lengths_at(slots)):
@@ -193,8 +194,8 @@ class ImageTextModel(TransformersModel):
     def _own_forward(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], cache: RaggedCache | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The logits of the model's own forward, of the last token if there is a cache; the positions [3, A, P] that it
-        gave the tokens in time, height and width; and what it shifts later text by, [A, 1]."""
+        """Run the model's own forward. Returns its logits (with a cache, only the last token's), the positions
+        [3, A, P] that it gave the tokens in time, height and width, and the shift of later positions, [A, 1]."""
         types = ((tokens == self._placeholder) & mask).long()
         arguments = {"input_ids": tokens, "attention_mask": mask.long(), self._cache_argument: cache, **images}
         arguments |= {name: types for name in self._names if name in TYPE_IDS}
@@ -216,11 +217,11 @@ class ImageTextModel(TransformersModel):
     def _compare(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
     ) -> None:
-        """Compare logits of the prompts' last tokens in a step with the logits of a forward without a cache."""
+        """Compare a step's logits of the prompts' last tokens with those of a forward without a cache."""
         last = mask.sum(1, keepdim=True) - 1
         logits, _, _ = self._own_forward(tokens, mask, images, None)
         expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()
-        # A step reads what is unread, of which nothing may stand before the end of an image.
+        # Read the last `num_unread` tokens as the next step will, but none before the end of the last image.
         index = torch.arange(tokens.shape[1], device=tokens.device)
         behind = ((tokens == self._placeholder) & mask).mul(index + 1).amax(1, keepdim=True)
         positions = torch.maximum(last + torch.arange(1 - num_unread, 1, device=tokens.device), behind)
@@ -234,17 +235,17 @@ class ImageTextModel(TransformersModel):
         self._is_compared = True
 
     def _position_module(self) -> nn.Module | None:
-        """The module, a copy, that keeps how far the text behind images is shifted."""
+        """The copied module that keeps the shift of positions after images; None = there is none."""
         return next((each for each in self.prepared.modules() if "rope_deltas" in vars(each)), None)
 
     def _position_ids(self, positions: Tensor) -> Tensor:
         if self._offsets is None:
             return positions
-        # This reads text, whose positions are the same on all axes.
+        # Only text is read here, and its positions are the same on all axes.
         return positions + self.offsets_at(positions, self._require_cache().owners)[0]
 
     def offsets_at(self, slots: Tensor, owners: Tensor | None) -> Tensor:
-        """[3, A, n] int64: by how much the positions in time, height and width exceed the slots [A, n] of the sequences
+        """Positions in time, height and width minus the slot, [3, A, n] int64, at slots [A, n] of the sequences
         `owners`, [A, 1] or [A, n]; None = all."""
         if self._offsets is None:
             return slots.new_zeros(3, *slots.shape)
@@ -267,8 +268,8 @@ class ImageTextModel(TransformersModel):
 
 
 class HybridImageModel(ImageTextModel, HybridModel):
-    """A model of images and text some of whose layers keep a state of the text (Qwen3.5): it reads each prompt alone,
-    because nothing behind the end of a prompt may be read with it."""
+    """An image-text model in which some layers keep a state (Qwen3.5). It reads each prompt alone, because no token
+    after a prompt may be read together with it."""
 
     def _read_prompts(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int
@@ -276,7 +277,7 @@ class HybridImageModel(ImageTextModel, HybridModel):
         counts = (tokens == self._placeholder).logical_and(mask).sum(1).tolist()
         for index, (length, own) in enumerate(zip(mask.sum(1).tolist(), self._split(images, counts), strict=True)):
             begin, row = max(length - num_unread, 1), rows[index : index + 1]
-            # The rest of an image is read with it, and for a draft, which reads that again, the states stay.
+            # Read the last image to its end. A draft goes on from `begin`, so copy the states after the image to there.
             end = begin + int((tokens[index, begin:length] == self._placeholder).sum())
             with self.beginning(row):
                 prompt = tokens[index : index + 1, :end], mask[index : index + 1, :end]
@@ -284,7 +285,7 @@ class HybridImageModel(ImageTextModel, HybridModel):
             self._require_cache().repeat_states(row, end, begin)
 
     def _split(self, images: Mapping[str, Tensor], counts: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
-        """The images of each prompt, given the numbers of their placeholders."""
+        """Split images by prompt, given the number of placeholders in each prompt."""
         if len(counts) == 1:
             return [images]
         grids = images.get("image_grid_thw")
@@ -294,7 +295,7 @@ class HybridImageModel(ImageTextModel, HybridModel):
                 "known without image_grid_thw; expected a batch of one"
             )
         patches = grids.prod(1)
-        # How many placeholders and patches there are up to each image.
+        # The numbers of placeholders, then of patches, up to the end of each image.
         placeholders = (patches // self.model.config.vision_config.spatial_merge_size**2).cumsum(0).tolist()
         ends, split, first, total = [0, *patches.cumsum(0).tolist()], [], 0, 0
         for count in counts:

@@ -29,21 +29,21 @@ from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-# The tests compare these token for token with transformers' own decoding. Other decoder-only families are checked on a
-# few tokens when they are first used.
+# The tests compare these token for token with transformers' decoding. Other decoder-only families are checked on a few
+# tokens when they are first used.
 TESTED_FAMILIES = {
     *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
     *("t5", "whisper"),
 }
 
-# The mask of a token that sees every slot, which `grouped_attention` leaves out.
+# The mask of a token that sees every slot; `grouped_attention` drops it.
 ALL_SEEN = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 
-# The mask argument of attention: a mask, or spans of slots [B, 1, n, 2]; or either for each kind of layer.
+# The mask argument of attention: a mask or spans of slots [B, 1, n, 2], or a dict of them for each kind of layer.
 Seen = Tensor | Mapping[str, Tensor | None]
 
 
-# None = the model is of a tested family.
+# Decides how a model is read; None = like the tested families.
 Check = Callable[["TransformersModel"], Reading | None]
 
 
@@ -51,28 +51,28 @@ class TransformersModel(FeatureModel, TreeModel):
     """A causal transformers model with a ragged static cache (`LanguageModel`).
 
     The model is not changed: forwards run in `prepared`, a second set of modules over the same weights (`ShadowModel`).
-    A forward writes each row's tokens at the row's own slots, and is given an explicit 4D mask and explicit positions.
-    Layers with a sliding window keep all slots too, and the mask hides the old slots, so that rollback is always
-    possible. Logits come back as float32 or the model's 16-bit dtype.
+    A forward writes each row's tokens to that row's slots, with an explicit 4D mask and explicit positions. Layers with
+    a sliding window keep all slots too, and the mask hides the old ones, so rollback is always possible. Logits are
+    float32 or the model's 16-bit dtype.
 
     Args:
-        model: a causal language model, all of it on one device.
-        num_layers: run the first layers alone, then the final norm and the head; None = all layers.
-        check: says how the model is read, whenever a look has found a change; None = as a tested family.
+        model: a causal language model on one device.
+        num_layers: run only this many first layers, then the final norm and the head; None = all layers.
+        check: called when a look finds a change, to decide how the model is read; None = like the tested families.
 
     Attributes:
-        model: the model itself.
-        prepared: its copy in evaluation mode, up to date since the last `look`, which `start` begins with.
-        eager_because: a reason of the caller's not to compile; None = there is none.
-        max_length: the most tokens that it reads, or that it was made for; None = any.
-        limited_by: why it reads no more, if that is not its positions; None = they are.
-        reads_beyond: True = it was made for `max_length` tokens, and can read more.
-        supports_spans: True = attention may get spans of slots, or packed rows: the model leaves it to transformers'
+        model: the user's model.
+        prepared: its copy in evaluation mode, updated by `look` and by `start`.
+        eager_because: the caller's reason not to compile; None = no reason.
+        max_length: the most tokens that it can read or was made for; None = any number.
+        limited_by: the reason for `max_length`; None = the number of its positions.
+        reads_beyond: True = it was made for `max_length` tokens but can read more.
+        supports_spans: True = attention may get spans of slots or packed rows, because the model uses transformers'
             "sdpa".
         not_compiled: the reason why its forward cannot be compiled; None if it can.
-        reads_rows: True = `forward` can read some rows alone.
-        reads_inputs: True = it reads something besides the tokens: the input of an encoder.
-        use_spans: False = attention gets a mask everywhere, over the whole cache.
+        reads_rows: True = `forward` can read a subset of the rows.
+        reads_inputs: True = it reads the input of an encoder besides the tokens.
+        use_spans: False = attention always gets a mask over the whole cache.
 
     Raises:
         ValueError: a model that cannot be read this way (`language_model`); a number of layers out of range.
@@ -81,7 +81,7 @@ class TransformersModel(FeatureModel, TreeModel):
     reads_rows = True
     use_spans = True
     _cache_kind: type[RaggedCache] = RaggedCache
-    # Left out of copies (`settings_of`): `_begin` makes them again.
+    # Attributes that copies leave out (`settings_of`); `_begin` sets them again.
     _of_calls: ClassVar[Sequence[str]] = (
         *("prepared", "_cache", "_cache_held", "_cache_key", "_copy", "_is_looked_at", "_large_layers"),
         *("_prompt_lengths", "_read_lengths", "_rotaries", "_understood"),
@@ -97,7 +97,7 @@ class TransformersModel(FeatureModel, TreeModel):
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare the model for a new adapter or a copy, which has read nothing."""
+        """Set the state of an adapter that has read nothing: a new one or a copy."""
         self._understood = 0
         self._cache: RaggedCache | None = None
         self._cache_key: Hashable = None
@@ -115,13 +115,13 @@ class TransformersModel(FeatureModel, TreeModel):
         self._begin()
 
     def look(self) -> None:
-        """Take over what has changed in the model: its classes, configs, modules, hooks and attributes. A `start` that
-        comes next does not look again.
+        """Apply changes of the user's model to the copy: classes, configs, modules, hooks and attributes. If `start`
+        comes next, it does not look again.
 
         Raises:
-            ValueError: it cannot be read any more (`language_model`).
-            RuntimeError: texts that were read before cannot go on, because the cache has another dtype, device or
-                number of layers. `start` forgets them.
+            ValueError: the model cannot be read any more (`language_model`).
+            RuntimeError: running sequences cannot continue, because the dtype, the device or the number of layers
+                changed. `start` drops them.
         """
         self._take_over()
         self._is_looked_at = True
@@ -134,7 +134,7 @@ class TransformersModel(FeatureModel, TreeModel):
         if self._understood != self.version:
             self._understand()
             self._understood = self.version
-        # What a look has made anew is prepared anew.
+        # Reapply our changes, because a look may have rebuilt modules.
         if self._first_layers is not None:
             layers = layers_of(self.prepared)
             assert layers._modules is not layers_of(self.model)._modules, "only the copy loses layers"
@@ -145,7 +145,7 @@ class TransformersModel(FeatureModel, TreeModel):
         follow_lengths(self._rotaries, self._read_lengths)
 
     def _understand(self) -> None:
-        """Read off the model all that does not change before a look finds a change."""
+        """Derive from the model everything that stays the same until a look finds a change."""
         check_can_decode(self.model)
         self._config = self.model.config.get_text_config(decoder=True)
         attention = self._config._attn_implementation
@@ -201,7 +201,7 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The eos tokens of the generation config; a tokenizer rebuilt from a GGUF file may name a wrong eos token."""
+        """The eos tokens of the generation config. A tokenizer rebuilt from a GGUF file may have a wrong eos token."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         if eos is None:
             return ()
@@ -246,7 +246,7 @@ class TransformersModel(FeatureModel, TreeModel):
             layer.clear(rows)
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
-        """Let row i have read what row sources[i] has, the first `width` tokens."""
+        """Copy to row i the first `width` slots of row sources[i]."""
         for each in [*self._cache_layers, self._features]:
             if each is not None:
                 each.copy_rows(sources, width)
@@ -288,8 +288,8 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def key_values(self) -> list[RaggedKeyValues]:
-        """The cache of every layer, once a forward has allocated it. Its tensors may be replaced by others of the same
-        shape, such as the buffers of a module to be exported."""
+        """The caches of the layers that a forward has allocated. Callers may replace their tensors by others of the
+        same shape, such as the buffers of a module to be exported."""
         return [layer for layer in self._cache_layers if layer.is_initialized]
 
     @property
@@ -310,19 +310,20 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def packs_rows(self) -> bool:  # type: ignore[override]
-        """Whether `forward_packed` gives the logits of `forward`: attention is ours, and all else is token by token."""
+        """Whether `forward_packed` gives the logits of `forward`. It needs our attention; all other modules work token
+        by token."""
         return self.supports_spans
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:
-        """`forward` for the tokens [A, n] that `is_read` [A, n] bool selects, the first of each row. Returns their
-        logits [N, V], row by row. Waits for the device."""
+        """`forward` for the tokens [A, n] that `is_read` [A, n] bool selects, which are the first tokens of each row.
+        Returns their logits [N, V], row by row. Waits for the device."""
         members, places = is_read.nonzero(as_tuple=True)
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
         owners = (members if rows is None else rows[members]).unsqueeze(0)
         slots = torch.arange(int(at.amax()) + 1, device=at.device).unsqueeze(0)
-        # A single row is then read as usual.
+        # Without padding, a single row is read as usual.
         positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
-        # Attention knows padding by its seeing nothing.
+        # Padding queries have an empty mask.
         seen = self._mask(positions, slots, (slots <= positions.unsqueeze(2)) & is_read.unsqueeze(2))
         with self._require_cache().writing_at(at, slots.shape[1], rows, owners):
             return self._read(packed, at, seen, None)[0]
@@ -339,13 +340,13 @@ class TransformersModel(FeatureModel, TreeModel):
         """`forward`, with spans or a mask for attention, over the first `width` slots."""
         cache = self._require_cache()
         if width is None:
-            # Read all slots unless the call is eager on a CPU: shapes have to stay the same.
+            # Except in eager calls on a CPU, read all slots, because shapes must not change.
             width = int(positions.amax()) + 1 if is_eager_cpu(positions) else cache.capacity
         with cache.writing_at(positions, width, rows):
             if use_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
             elif self._sees_all and cache.first == width - 1:
-                # One token of every row, at the last slot that is read.
+                # Each row has one token, at the last slot that is read.
                 seen = ALL_SEEN
             else:
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
@@ -354,7 +355,7 @@ class TransformersModel(FeatureModel, TreeModel):
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
     ) -> Tensor:
-        """Read nodes of a tree of texts (`TreeModel`).
+        """Read nodes of a tree of sequences (`TreeModel`).
 
         Raises:
             ValueError: a family whose attention was not tested with slots in any order.
@@ -369,7 +370,7 @@ class TransformersModel(FeatureModel, TreeModel):
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        # A graph must not hold the prompts' lengths, which are another tensor for every batch.
+        # A graph must not hold the prompts' lengths, because each batch has a new tensor.
         with self.reading_at(self._lengths_at(positions) if self._rotaries else positions):
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
@@ -377,12 +378,12 @@ class TransformersModel(FeatureModel, TreeModel):
         return logits if num_logits in (None, logits.shape[1]) else logits[:, -num_logits:]
 
     def reading_at(self, lengths: Tensor) -> AbstractContextManager[None]:
-        """Within it rotary embeddings that change with the text read tokens at these lengths [A, n] of it."""
+        """Inside the block, rotary embeddings that depend on the sequence length use these lengths [A, n]."""
         return self._read_lengths.at(lengths) if self._rotaries else nullcontext()
 
     def _lengths_at(self, positions: Tensor) -> Tensor:
-        """The length of text at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's for a
-        token of the prompt, and later the length that ends with the token."""
+        """The sequence lengths at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's
+        length for prompt tokens, position + 1 for later tokens."""
         lengths, owners = positions + 1, self._require_cache().owners
         if self._prompt_lengths is None:
             return lengths
@@ -400,22 +401,22 @@ class TransformersModel(FeatureModel, TreeModel):
         }
 
     def _logits_to_keep(self, num_tokens: int, num_logits: int | None) -> int | Tensor:
-        """The model's argument of that name, for the last logits of a forward; None = all."""
+        """The model's argument `logits_to_keep` for the last `num_logits` logits of a forward; None = all."""
         if self._features is None or num_logits in (None, num_tokens):
             return num_logits or 0
-        # Given a number, Gemma 4 with shared keys leaves the other tokens out of its last layers.
+        # Given a number, Gemma 4 with shared keys skips the other tokens in its last layers, and their features.
         return torch.arange(num_tokens - num_logits, num_tokens, device=self.device)
 
     def rounding_of(self, logits: Tensor) -> float:
-        """How much rounding may explain of a difference from these logits, far more than it is and far less than a
-        wrong token makes."""
+        """A bound on differences that rounding explains: far above actual rounding of these logits, far below the
+        effect of a wrong token."""
         # Many models compute rotary embeddings or experts' weights in float32, whatever their dtype; under autocast
         # they compute in 16 bits.
         dtypes = self.dtype, torch.float32, *(layer.values.dtype for layer in self.key_values[:1])
         return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5 * float(logits.abs().amax())
 
     def first_layers(self, num_layers: int) -> TransformersModel:
-        """The model that stops after its first layers; final norm, head and weights are the same objects.
+        """A model of the first layers, with the same final norm, head and weights.
 
         Raises:
             ValueError: a number of layers out of range, or a model whose layers are not found.
@@ -431,7 +432,7 @@ class TransformersModel(FeatureModel, TreeModel):
         return positions
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
-        """Apply `seen` to the window of the layers, or of each kind of them."""
+        """Apply `seen` to the layers' window; with several kinds of layer, to the window of each kind."""
         found = {kind: seen(window) for kind, window in self._windows.items()}
         return next(iter(found.values())) if len(found) == 1 else found
 

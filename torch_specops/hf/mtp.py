@@ -22,21 +22,21 @@ from .cache import RaggedCache, cache_argument
 from .images import ImageTextModel, mrope_of
 from .models import TransformersModel
 
-# What configs call the number of these layers.
+# Config fields that give the number of these layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
-# Experts in one tensor, and the parts of each in checkpoints that have them one by one.
+# The weights of all experts in one tensor, and their names in checkpoints that store each expert separately.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Layout(NamedTuple):
-    """How a family names the weights of layer k, which is the model's layer n, and what it does with them.
+    """How a family names the weights of MTP layer k, which is layer n of the model, and how it uses them.
 
     Args:
-        root: how all names begin.
-        parts: how they go on for the `PARTS`. What names no layer is shared.
+        root: the prefix of all names.
+        parts: the next part of the names, for each of `PARTS`. Weights without a layer number are shared.
         hidden_first: the projection reads the hidden state before the embedding.
-        repeats_raw: the last layer, when it reads its own output, reads it before the norm (vLLM).
+        repeats_raw: if the last layer reads its own output, it reads it before the norm (as in vLLM).
     """
 
     root: str
@@ -70,24 +70,24 @@ class MtpLayer(nn.Module):
         self.block = type(like)(config, index)
 
     def fuse(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What the block reads [A, n, H], from embeddings and hidden states [A, n, H]."""
+        """The input of the block [A, n, H], from embeddings and hidden states [A, n, H]."""
         parts = [self.enorm(embedded), self.hnorm(hidden)]
         return self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
 
 
 class MtpHead(nn.Module):
-    """Layers of a target's own class. Embeddings, rotary embedding and head come from the target of each call.
+    """MTP layers of the target's layer class. Embeddings, rotary embedding and head come from the target of each call.
 
     Args:
-        config: of a text model that has these layers alone.
+        config: the config of a text model with only these layers.
         like: a layer of the target.
-        layout: how the family puts the parts together.
+        layout: how the family combines the parts.
     """
 
     def __init__(self, config: PreTrainedConfig, like: nn.Module, layout: Layout) -> None:
         super().__init__()
         self.config, self.layout, self.vocab_size = config, layout, config.vocab_size
-        # What `torch.compile` has made has another class.
+        # A compiled module has another class.
         like = getattr(like, "_orig_mod", like)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(MtpLayer(config, like, index, layout.hidden_first) for index in layers)
@@ -97,7 +97,7 @@ class MtpHead(nn.Module):
         self._windows = windows(config)
 
     def sizes(self, target: LanguageModel) -> dict[str, tuple[Any, Any]]:
-        """What it must have in common with a target: its own, and the target's."""
+        """The properties that head and target must share: the head's value and the target's."""
         target, config = _of_transformers(target), self.config
         layer = layers_of(target.model)[-1]
         return {
@@ -120,8 +120,8 @@ class MtpHead(nn.Module):
         width: int,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The output of a layer [A, n, H], before and after its norm, from hidden states [A, n, H] of positions [A, n]
-        and tokens [A, n] that stand index + 1 further on. It attends to the first `width` slots."""
+        """The output of a layer [A, n, H], before and after its norm, from hidden states [A, n, H] at positions [A, n]
+        and the tokens [A, n] that are index + 1 positions later. It attends to the first `width` slots."""
         layer: Any = self.layers[index]
         places, kind = positions + index + 1, self._types[index]
         read = layer.fuse(target.embed(tokens).to(hidden.dtype), hidden)
@@ -133,9 +133,9 @@ class MtpHead(nn.Module):
         if mrope_of(target.prepared) is not None:
             grid = places.expand(3, -1, -1)
             if isinstance(target, ImageTextModel):
-                # The hidden states keep the distances that their tokens have in the model.
+                # Add the offsets of the hidden states, so that their distances stay as in the model.
                 grid = grid + target.offsets_at(positions, None if rows is None else rows.unsqueeze(1))
-        # Each kind of layer may have angles of its own.
+        # Each kind of layer may have different angles.
         kinds = [kind] if kind in self.config.rope_parameters else []
         with target.reading_at(places + 1):
             angles = target.prepared.get_decoder().rotary_emb(read, grid, *kinds)
@@ -146,13 +146,13 @@ class MtpHead(nn.Module):
 
 
 class Found(NamedTuple):
-    """The layout of a checkpoint, and how the names of each of its MTP layers begin."""
+    """The layout of a checkpoint, and the name prefix of each MTP layer."""
 
     layout: Layout
     roots: list[str]
 
     def names(self, own: str, like: Tensor, given: Container[str]) -> list[str]:
-        """The published names of what a parameter of `MtpHead` is made of."""
+        """The names in the checkpoint of the weights that make up one parameter of `MtpHead`."""
         _, layer, part, rest = own.split(".", 3)
         name = self.roots[int(layer)] + self.layout.parts[PARTS.index(part)].format(k=layer) + rest
         stem, _, last = name.rpartition(".")
@@ -172,7 +172,7 @@ def read_mtp_head(
     folder_or_id: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> MtpHead:
-    """The MTP layers of a model, with the errors of `MTP.from_pretrained`."""
+    """Read the MTP layers of a model. Raises the errors of `MTP.from_pretrained`."""
     model: PreTrainedModel = _of_transformers(target).model if isinstance(target, LanguageModel) else target
     source = model.config.name_or_path if folder_or_id is None else folder_or_id
     if not source:
@@ -200,13 +200,13 @@ def read_mtp_head(
 
 
 def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
-    """The MTP weights among these names: of as many layers as the target's config says, without a gap."""
+    """Find the MTP weights among these names. The number of layers must be the config's, without gaps."""
     tried = []
     for layout in LAYOUTS:
         before, is_counted_on = (layout.root + layout.parts[-1]).partition("{")[0], "{n}" in layout.root
         first = text.num_hidden_layers if is_counted_on else 0
         tried.append(layout.root.format(k=0, n=first) + "*")
-        # Before them stands the name of the model, if it is part of another.
+        # If the model is part of another model, names begin with its name.
         pattern = re.compile(rf"(|.*?\.){re.escape(before)}(\d+)\.")
         numbered = {int(match[2]) - first: match[1] for name in names if (match := pattern.match(name))}
         prefixes = {layer: prefix for layer, prefix in numbered.items() if layer >= 0}
@@ -230,8 +230,8 @@ def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
 
 
 def _take_copies(roots: Iterable[str], given: dict[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
-    """Take out what the target has too. It must be equal to the target's own, which is used; values of a target that is
-    quantised cannot be compared."""
+    """Remove copies of the target's weights, because the target's are used. They must be equal, but values are not
+    compared if the target is quantised."""
     modules: dict[str, Any] = {"embed_tokens": model.get_input_embeddings()}
     modules["shared_head.head"] = model.get_output_embeddings()
     for root, rest in product(roots, modules):
@@ -246,7 +246,7 @@ def _empty_head(model: PreTrainedModel, found: Found) -> MtpHead:
     try:
         with torch.device("meta"):
             return MtpHead(_layer_config(model.config, len(found.roots)), layers_of(model)[-1], found.layout)
-    # Each family asks for other fields and arguments.
+    # Families need different config fields and arguments.
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"target: {type(model).__name__} is no family with MTP layers that are known: {error}"
@@ -254,7 +254,7 @@ def _empty_head(model: PreTrainedModel, found: Found) -> MtpHead:
 
 
 def _layer_config(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
-    """A config that makes the layers with numbers from 0 on."""
+    """A config for `depth` MTP layers, numbered from 0."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "num_mtp_layers", None):
         own = config.get_mtp_config()

@@ -1,12 +1,11 @@
-"""All tokens of a step through a module with states, in one call of the module's own forward.
+"""Run all tokens of a step through a module with states in one call of its forward.
 
-A ring holds the states of every text: the state before position p stands in slot p mod R. A module is given
-`StepStates` as its cache, which shows no earlier state, so that the module takes its path for several tokens. The
-convolution and the recurrence which that path calls are exchanged: ours read each token's state from the ring, and
-write the next slot.
+A ring holds the states of each sequence: the state before position p is in slot p mod R. The module gets `StepStates`
+as its cache. It reports no earlier state, so that the module takes its path for several tokens. The convolution and the
+recurrence on that path are replaced: ours read each token's state from the ring and write to the next slot.
 
-What a token's states are never depends on how many tokens are read with it, not even in their last bit: eager calls
-on a CPU compute each token with operations of the same shapes.
+A token's states do not depend on how many tokens are read with it, bit for bit: eager calls on a CPU compute each token
+with operations of the same shapes.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ UNLIMITED = (0.0, float("inf"))
 
 
 def slots_before(positions: Tensor, num_slots: int) -> Tensor:
-    """The slots of the states before positions."""
+    """The ring slots of the states before these positions."""
     return positions % num_slots
 
 
-# Computes one token: writes the state [...] behind it, given the state before it, and returns its output.
+# Computes one token: takes the state [...] before it, writes the state after it, and returns the token's output.
 Update = Callable[..., Tensor]
 
 
 class StepStates:
-    """The cache that a module is given while it reads the tokens of a step.
+    """The cache that a module gets while it reads the tokens of a step.
 
     Args:
         conv: [B, R, C, W], the last W inputs of the convolution before each position.
         recurrent: [B, R, ...] float32, the states of the recurrence; None = the module has none.
         positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
-            earlier token of this call. A position may come twice.
-        rows: [A] int64, which texts are read; None = all, A is B then.
-        prompt_lengths: [B] int64, the tokens of each text that are its prompt; None = none are.
+            earlier token of this call. A position may occur twice.
+        rows: [A] int64, the sequences that are read; None = all, so A = B.
+        prompt_lengths: [B] int64, the number of prompt tokens of each sequence; None = 0.
     """
 
     def __init__(
@@ -64,17 +63,17 @@ class StepStates:
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         num_slots = conv.shape[1]
         self._slots = slots_before(positions, num_slots)
-        # Of every token, the slots of the states before it, in [B * R], and behind it, in [R].
+        # For each token: where the state before it is in [B * R], and where the state after it is in [R].
         self._before = (self.rows.unsqueeze(1) * num_slots + self._slots).unbind(1)
         self._behind = ((positions + 1) % num_slots).unbind(1)
 
     def limited_in_prompts(self, limit: float, free: float) -> Tensor:
-        """[A, S] float32: `limit` for the tokens of prompts, `free` for the others."""
+        """[A, S] float32: `limit` for prompt tokens, `free` for later tokens."""
         lengths = self._prompt_lengths
         in_prompt = self.positions < (0 if lengths is None else lengths[self.rows].unsqueeze(1))
         return torch.where(in_prompt, limit, free)
 
-    # transformers 5.17 asks `has_previous_state`, later versions call the getters.
+    # transformers 5.17 calls `has_previous_state`, later versions call the getters.
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -85,7 +84,7 @@ class StepStates:
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The inputs [A, C, S] of a convolution -> what it sees of them and of earlier inputs, [S, A, C, W]."""
+        """The inputs [A, C, S] of a convolution -> the window of the last W inputs at each token, [S, A, C, W]."""
         seen = []
         for index, token in enumerate(inputs.unbind(2)):
             state = self._load(self.conv, index)
@@ -95,7 +94,7 @@ class StepStates:
         return torch.stack(seen)
 
     def update_recurrent_state(self, state: Tensor | Callable[[StepStates], object], *args: Any, **kwargs: Any) -> None:
-        """`read` has written the states, or does when `state` calls it."""
+        """Called with a tensor after `read` has written the states, or with a function that calls `read` (`mamba`)."""
         if not isinstance(state, Tensor):
             state(self)
 
@@ -110,7 +109,7 @@ class StepStates:
         outputs = []
         if is_eager_cpu(ring, self.positions):
             rows, num_slots = self.rows.tolist(), ring.shape[1]
-            # Row after row, so that a state is updated in a cache of the processor, and never copied.
+            # Go row by row, so that a state stays in the CPU's cache and is never copied.
             places = self._slots.tolist(), self.positions.tolist()
             for row, before, positions, *tokens in zip(rows, *places, *operands, strict=True):
                 slots = ring[row].unbind()
@@ -128,19 +127,19 @@ class StepStates:
         return ring.flatten(0, 1).index_select(0, self._before[index])
 
     def _store(self, ring: Tensor, index: int, state: Tensor) -> None:
-        # Not through a view, for which Inductor would copy the ring.
+        # Index the ring directly, because Inductor would copy it for a write to a view.
         ring[self.rows, self._behind[index]] = state
 
 
 def step_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward of a module that reads all tokens of a step at once: called with a `StepStates` and the keywords of
-    the module's forward but its cache. None: its recurrence is not known here. Module and class do not change.
+    """A forward of the module that reads all tokens of a step at once; None = its recurrence is not supported here. It
+    takes a `StepStates` and the keywords of the module's forward except the cache. Module and class do not change.
     """
     forward = inspect.unwrap(type(module).forward)
     names = set(forward.__code__.co_names)
     if "causal_conv1d_fn" not in names or ("update_recurrent_state" in names and not names & RECURRENCES.keys()):
         return None
-    # Zamba calls the recurrence of each head, and stacks their states.
+    # Zamba is not supported: it calls the recurrence for each head and stacks the states.
     if "stack" in names:
         return None
     function, cache_name = _exchanged(forward), cache_argument(forward)
@@ -154,8 +153,8 @@ def step_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 @cache
 def _exchanged(forward: FunctionType) -> FunctionType:
-    """The same code, where the names of EXCHANGED mean ours."""
-    # Dynamo would look names up in the module that `__name__` names.
+    """The same code, in which the names in EXCHANGED refer to our functions."""
+    # With `__name__`, Dynamo would look names up in that module.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | EXCHANGED
     function = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     function.__kwdefaults__ = forward.__kwdefaults__
@@ -165,14 +164,14 @@ def _exchanged(forward: FunctionType) -> FunctionType:
 def convolve(
     seen: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
 ) -> Tensor:
-    """What `update_conv_state` returns, [S, A, C, W], weight [C, W], bias [C] -> [A, C, S]."""
+    """The windows of `update_conv_state` [S, A, C, W], weight [C, W], bias [C] -> [A, C, S]."""
     dtype = torch.promote_types(seen.dtype, torch.float32)
     inputs, factors = seen.to(dtype).unbind(3), weight.to(dtype).unbind(1)
     total = inputs[0] * factors[0] if bias is None else torch.addcmul(bias.to(dtype), inputs[0], factors[0])
     for each, factor in zip(inputs[1:], factors[1:], strict=True):
         total = total.addcmul(each, factor)
     total = total.to(seen.dtype)
-    # An activation rounds the last elements of a tensor in another way, so each token is a tensor.
+    # An activation may round the last elements of a tensor differently, so apply it to each token separately.
     if activation is not None:
         total = torch.stack([ACT2FN[activation](token) for token in total.unbind()])
     return total.permute(1, 2, 0)
@@ -182,7 +181,7 @@ def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, step: StepStates, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """query, key [A, S, G, X], value [A, S, H, Y], beta [A, S, H], g [A, S, H], or [A, S, H, X] if each channel decays
-    (Kimi) -> [A, S, H, Y], and a tensor that is no state."""
+    (Kimi) -> [A, S, H, Y], and a dummy for the state."""
     num_heads, dtype = value.shape[2], query.dtype
     # [A, S, H, 2, X]
     key_query = torch.stack([key, query], 3).float()
@@ -196,7 +195,7 @@ def gated_delta_rule(
 def _delta_update(state: Tensor, new: Tensor, key_query: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     # [..., H, 1 or X]
     decay = g.exp()
-    # The decayed state's answers to key and query, [..., H, Y]
+    # Key and query times the decayed state, [..., H, Y]
     known, answer = _products(key_query * decay.unsqueeze(-2), state).unbind(-2)
     delta = (value - known) * beta
     key, query = key_query.unbind(-2)
@@ -217,9 +216,9 @@ def mamba2(
     dt_limit: tuple[float, float] = UNLIMITED,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and a tensor that
-    is no state."""
-    # Time steps are limited in prompts, and not where transformers decodes.
+    """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and a dummy for
+    the state."""
+    # transformers limits time steps when it reads prompts, but not when it decodes.
     pairs = zip(dt_limit, UNLIMITED, strict=True) if dt_limit != UNLIMITED else ()
     limits = [step.limited_in_prompts(*pair)[..., None, None] for pair in pairs]
     groups = B.shape[2]
@@ -253,8 +252,8 @@ def mamba(
     delta_bias: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, Callable[[StepStates], Tensor]]:
-    """hidden_states, dt, z [A, H, S], A [H, Y], D, delta_bias [H], B, C [A, Y, S] -> [A, H, S], and what fills it: the
-    module shows the cache to `update_recurrent_state` alone."""
+    """hidden_states, dt, z [A, H, S], A [H, Y], D, delta_bias [H], B, C [A, Y, S] -> [A, H, S], and a function that
+    fills it, because the module uses the cache only in `update_recurrent_state`."""
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     D, delta_bias = D.to(dtype), delta_bias.to(dt.dtype)
 
@@ -271,7 +270,7 @@ def mamba(
 
 
 def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """vectors [..., N, X] @ matrix [..., X, Y]. Matrix products of CUDA may round their inputs to TF32."""
+    """vectors [..., N, X] @ matrix [..., X, Y]. On CUDA matrix products may round to TF32, so this uses sums there."""
     return vectors @ matrix if matrix.is_cpu else (vectors.unsqueeze(-1) * matrix.unsqueeze(-3)).sum(-2)
 
 

@@ -1,4 +1,4 @@
-"""Models that read a text again where it becomes longer than the pretraining length of their rotary embedding."""
+"""Models that read a sequence again once it exceeds the pretraining length of their rotary embedding."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ OTHER_ROTARY = "model: its rotary embedding has become another kind, which is re
 
 
 class RereadingModel(TransformersModel):
-    """A model with longrope whose `generate` drops its cache at the switch and reads the text again (Phi-3): a token is
-    rotated by the length of the prefix that is read, not by its own position.
+    """A longrope model whose `generate` drops its cache at the switch and reads the sequence again (Phi-3). A token's
+    frequencies depend on the length of the prefix that is read.
 
-    Short and long prefixes have a cache each. A forward reads in each what its logits need and what is not yet read
-    there: usually the tokens that it is given, and once, at the switch, the whole text of a row. Drafts across the
-    switch that are rejected cost no further reading. The features come from the newest read.
+    There is one cache for short prefixes and one for long ones. A forward reads into each cache the unread tokens that
+    its logits need: usually the tokens of the call, and once, at the switch, the whole sequence of a row. Rejected
+    drafts across the switch cost no additional reads. Features come from the newest read.
 
     Attributes:
-        switch: the most tokens of a short prefix.
+        switch: the largest length of a short prefix.
     """
 
     packs_rows = False
@@ -41,15 +41,15 @@ class RereadingModel(TransformersModel):
         super()._take_over()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        # A fork inside a forward may have left the cache of short texts here.
+        # A fork during a forward may have left the cache of short prefixes here.
         self._cache = self._caches[True] if self._caches else None
         super().start(batch, capacity, inputs)
-        # A short prefix has at most as many tokens as the switch.
+        # A short prefix has at most `switch` tokens.
         short = RaggedCache(batch, min(capacity, self.switch), self.num_layers)
         self._caches = short, self._require_cache()
         self._is_long = True
         self._texts = torch.zeros(batch, capacity, dtype=torch.int64, device=self.device)
-        # In each cache, how many tokens of each row's text are read.
+        # For each cache, the number of tokens read of each row.
         self._num_read = [0] * batch, [0] * batch
 
     @property
@@ -115,7 +115,7 @@ class RereadingModel(TransformersModel):
 
     @contextmanager
     def _reading(self, is_long: bool) -> Iterator[int]:
-        """Within it the cache holds long or short prefixes. Gives its capacity."""
+        """Inside the block, the cache for long or short prefixes is in use. Yields its capacity."""
         self._cache, self._is_long = self._caches[is_long], is_long
         if self._features is not None:
             self._features.cache = self._cache

@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies depend on the length of the text ("longrope", "dynamic"), token by token.
+"""Rotary embeddings whose frequencies depend on the sequence length ("longrope", "dynamic"), applied token by token.
 
-transformers rotates all tokens of a forward with the frequencies of its longest text. In a batch of the loop, each
-token is rotated with the frequencies of the length that its own row has when it is read.
+transformers rotates all tokens of a forward with the frequencies of the longest sequence. In the loop, each token is
+rotated with the frequencies for the length of its row when it is read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 @dataclass
 class ReadLengths:
-    """The length of text that each token of a forward is read at: `lengths` [A, n] int64; None = a forward of the
-    model's own, with the frequencies of its longest text."""
+    """`lengths` [A, n] int64, the sequence length at which each token of a forward is read; None = the frequencies of
+    the longest sequence for all, as in transformers."""
 
     lengths: Tensor | None = None
 
     @contextmanager
     def at(self, lengths: Tensor) -> Iterator[None]:
-        """Within it tokens are read at these lengths."""
+        """Inside the block, tokens are read at these lengths."""
         self.lengths = lengths
         try:
             yield
@@ -37,8 +37,8 @@ class ReadLengths:
 
 
 def rereads_at(model: PreTrainedModel) -> int | None:
-    """The longest text that `generate` reads with a cache of short texts: at the next token it drops that cache and
-    reads the whole text again. None = it keeps its cache."""
+    """The longest sequence that `generate` reads with its first cache: at the next token it drops that cache and reads
+    the whole sequence again. None = it keeps its cache."""
     if not any("longrope" in kinds for _, kinds in growing_rotaries(model)):
         return None
     name = "original_max_position_embeddings"
@@ -47,13 +47,13 @@ def rereads_at(model: PreTrainedModel) -> int | None:
 
 
 def follow_lengths(rotaries: Iterable[nn.Module], read: ReadLengths) -> None:
-    """Let growing rotary embeddings of a copy of a model go by `read`."""
+    """Let rotary embeddings of a copied model use the lengths in `read`."""
     for rotary in rotaries:
         vars(rotary)["forward"] = partial(_rotate, rotary, vars(rotary).get("forward"), read)
 
 
 def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """The rotary embeddings that depend on the length of a text, and as what kinds: layers may have different kinds."""
+    """The rotary embeddings that depend on the sequence length, with the kinds that do. Layers may differ in kind."""
     for module in model.modules():
         kinds = vars(module).get("rope_type")
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
@@ -65,8 +65,8 @@ def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 def _rotate(
     rotary: Any, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """The forward of a rotary embedding, `own` or its class's: called once for each length that frequencies
-    depend on, with the positions of the tokens that are read at it."""
+    """The forward of a rotary embedding, for tokens that are read at different lengths. Calls the embedding's forward
+    (`own`, or else its class's) once for each length that has different frequencies."""
     forward = partial(type(rotary).forward, rotary) if own is None else own
     if layer_type is not None:
         forward = partial(forward, layer_type=layer_type)
@@ -86,7 +86,7 @@ def _rotate(
     for length in lengths.unique().tolist():
         here = lengths == length
         positions = torch.where(here, position_ids, 0)
-        # The forward goes by the largest position.
+        # The forward derives the length from the largest position.
         positions = pad(positions, (0, 1), value=length - 1 if length > switch else 0)
         found = forward(x, positions)
         is_single = isinstance(found, Tensor)
@@ -95,7 +95,7 @@ def _rotate(
             parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, values, strict=True))
         values = parts
     if is_dynamic:
-        # A short text sets the frequencies back, which the next forward would keep.
+        # Reset the frequencies with a short input, because the next forward would keep them.
         forward(x, torch.zeros_like(position_ids[..., :1]))
     assert values is not None
     return values[0] if is_single else values

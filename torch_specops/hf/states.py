@@ -1,12 +1,12 @@
-"""A ring of states: how layers that keep a state of the text (linear attention, Mamba, short convolutions) read ragged
-rows and are rolled back.
+"""Rings of states: how layers that keep a state (linear attention, Mamba, short convolutions) read ragged rows and are
+rolled back.
 
-The state before position p of a text stands in slot p mod R of a static buffer [B, R, ...], as the keys of its token
-stand in slot p of the cache. A module reads a token with the state in the slot of its position, and writes the state
-behind it to the next slot. To undo rejected drafts, the next forward reads at an earlier position again: nothing is
-restored or counted, and a read that is repeated changes nothing.
+The state before position p of a sequence is in slot p mod R of a static buffer [B, R, ...], as the keys of token p are
+in slot p of the cache. A module reads a token with the state in the slot of its position, and writes the state after it
+to the next slot. To undo rejected drafts, the next forward reads at an earlier position again: nothing is restored or
+counted, and repeating a read changes nothing.
 
-The text of a prompt is read as `generate` reads it.
+Prompts are read as `generate` reads them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .references import is_foreign
 # A state of a layer: "conv_states" or "recurrent_states", and its index.
 State = tuple[str, int]
 KINDS = ("conv_states", "recurrent_states")
-# The states of modules that `recurrences.py` knows.
+# The states of the modules that `recurrences.py` supports.
 STATES_OF_STEPS = ((("conv_states", 0),), (("conv_states", 0), ("recurrent_states", 0)))
-# What forwards call that keep a state in the cache; and what forwards call that keep keys.
+# The cache methods that a forward calls if it keeps a state, and the method that it calls if it keeps keys.
 KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state", "get_recurrent_state"}
 KEEPS_KEYS = "update"
 
 
 def state_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose own forward keeps a state in the cache.
+    """The modules whose forward keeps a state in the cache.
 
     Raises:
-        ValueError: a module keeps keys too, and cannot read token by token.
+        ValueError: a module keeps keys too, so it cannot read token by token.
     """
     modules = list(model.modules())
     forwards = {kind: _keeps_a_state(kind) for kind in {*map(type, modules)}}
@@ -52,7 +52,7 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
-    """The forward that keeps a state: the class's own, or an inherited forward that it may call."""
+    """The forward that keeps a state: the class's, or an inherited one that it may call; None = neither does."""
     forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
     return next((each for each in forwards if KEEPS_A_STATE & _names_in(each)), None)
 
@@ -62,8 +62,8 @@ def _names_in(forward: Callable[..., Any]) -> set[str]:
 
 
 class StateLayer(RaggedLayer, LinearAttentionLayer):
-    """The keys and values of a layer, and the ring of its states, each if it has them. Between `load` and `store` the
-    states of one token are where transformers' own layer has them; several modules may share a layer."""
+    """The keys and values of a layer and the rings of its states, if it has them. Between `load` and `store`, the
+    states of one token are where transformers' layer keeps them. Several modules may share a layer."""
 
     def __init__(self, cache: StateCache, num_states: int) -> None:
         RaggedLayer.__init__(self, cache)
@@ -77,7 +77,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        # `store` copies it.
+        # `store` copies it to the ring.
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
@@ -101,7 +101,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         return [*super().static_tensors(), *self.rings.values()]
 
     def forget(self) -> None:
-        """What is read next begins a text, or loads its states."""
+        """Drop the current states: the next read begins a sequence or loads states."""
         for index in range(self.number_of_states):
             self.has_previous_state[index] = False
             for kind in KINDS:
@@ -118,16 +118,16 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
             ring[rows, slots] = getattr(self, kind)[index].to(ring.dtype)
 
     def written(self) -> tuple[State, ...]:
-        """The states that a module has written since `forget`; those that are new get a ring.
+        """The states that a module has written since `forget`. A state without a ring gets one.
 
         Raises:
-            RuntimeError: there is no memory for it; other texts have states of another kind.
+            RuntimeError: there is no memory for a ring; running sequences have states of another shape or dtype.
         """
         found = tuple((kind, i) for kind in KINDS for i, state in getattr(self, kind).items() if state is not None)
         for kind, index in found:
             state = getattr(self, kind)[index]
             if kind == "recurrent_states":
-                # Under autocast a prompt's may have 16 bits. A step's never do.
+                # Under autocast, states after a prompt may have 16 bits. Those of a step never do.
                 state = state.to(torch.promote_types(state.dtype, torch.float32))
             ring = self.rings.get((kind, index))
             if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:
@@ -145,13 +145,13 @@ class StateCache(RaggedCache):
     """Keys, values and states of every layer.
 
     Args:
-        batch, capacity, num_layers: as of a `RaggedCache`.
+        batch, capacity, num_layers: as in `RaggedCache`.
         num_slots: R, the slots of a ring: one more than the tokens of a step.
-        num_states: how many states of a kind a layer has.
+        num_states: how many states of each kind a layer has.
 
     Attributes:
-        begins_texts: True = what a forward reads begins texts.
-        others_run: True = texts of other rows have been read since `begin`.
+        begins_texts: True = the forward begins the sequences of its rows.
+        others_run: True = sequences of other rows have been read since `begin`.
         prompt_lengths: [B] int64.
     """
 
@@ -172,13 +172,13 @@ class StateCache(RaggedCache):
         return [ring for layer in self.layers for ring in layer.rings.values()]
 
     def repeat_states(self, row: Tensor, position: int, at: int) -> None:
-        """Let the states of a row before `position` be those before position `at`, too."""
+        """Copy a row's states before `position` to the slot of position `at`."""
         for ring in self.rings if at != position else ():
             ring[row, at % self.num_slots] = ring[row, position % self.num_slots]
 
     @normal_tensors()
     def new_ring(self, state: Tensor) -> Tensor:
-        """[B, R, ...] for states [A, ...]."""
+        """A ring [B, R, ...] for states [A, ...]."""
         shape = self.batch, self.num_slots, *state.shape[1:]
         try:
             return state.new_zeros(shape)
@@ -193,22 +193,22 @@ class StateCache(RaggedCache):
 
 
 class StateReader:
-    """Reads tokens at any positions with one module that keeps a state, a copy in a `ShadowModel`.
+    """Reads tokens at any positions with one module that keeps a state. The module is a copy in a `ShadowModel`.
 
-    A prompt is read as `generate` reads it. The tokens of a step are read at once where the recurrence is known
-    (`recurrences.py`), and else one after another, as `generate` decodes.
+    Prompts are read as `generate` reads them. The tokens of a step are read at once if `recurrences.py` supports the
+    module, otherwise one by one, as `generate` decodes.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._layer: int = vars(module)["layer_idx"]
         self._states: tuple[State, ...] = ()
-        # The same objects after every look: what is compiled looks at their identity.
+        # Keep this object after every look, because compiled code guards on its identity.
         self._forward = partial(_read, self)
         self._code: Any = None
 
     def attach(self) -> None:
-        """Read instead of the module, whose class and attributes a look has made anew."""
+        """Replace the module's forward. Called after a look has rebuilt its class and attributes."""
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:
@@ -224,7 +224,7 @@ class StateReader:
 
 
 def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module [A, n, H]; arguments are its own."""
+    """The module's forward for hidden states [A, n, H], with the module's arguments."""
     arguments = dict(zip(reader._names, args, strict=False)) | kwargs
     cache = arguments.get(reader._cache_name)
     if not isinstance(cache, StateCache):
@@ -248,7 +248,7 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
         arguments[reader._names[0]] = hidden[:, index : index + 1]
         outputs.append(reader._read_whole(**arguments))
         layer.store(reader._states, rows, (positions[:, index] + 1) % num_slots)
-    # A compiled region may leave no tensor of its own behind.
+    # A compiled region must not leak tensors.
     layer.forget()
     return _joined(outputs)
 

@@ -1,1 +1,1 @@
-"""The loop behind `model.generate` of transformers: the arguments that it hands over, and what it would return."""
+"""The decoding loop as a `custom_generate` function of transformers: its arguments and outputs."""

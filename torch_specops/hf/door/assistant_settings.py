@@ -1,4 +1,4 @@
-"""How many tokens to draft, as transformers' assisted generation is told."""
+"""transformers' settings for assisted generation: how many tokens to draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...checks import check_int
 from ...drafts import AnyDraft
 from ...schedules import Schedule
 
-# transformers' own defaults. It puts them into the config of a call, where they are nobody's wish.
+# transformers writes these defaults into the config of every call, so they are not the user's choice.
 DEFAULTS = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -26,13 +26,13 @@ def read_assistant_settings(
     schedule: str | Schedule | None,
     **given: Any,
 ) -> tuple[int | None, str | Schedule | None]:
-    """K and the schedule of a call; None = the draft's.
+    """K and the schedule of a call; None = the draft's default.
 
     Args:
         config: as `generate` prepared it.
-        draft: of the call; the generation config of a model is read too, as transformers does.
-        num_draft_tokens, schedule: our names for them; None = not given.
-        given: the names of `DEFAULTS` that the caller passed, otherwise None.
+        draft: the call's draft. If it is a model, its generation config is read too, as in transformers.
+        num_draft_tokens, schedule: our arguments; None = not given.
+        given: transformers' arguments, named as in `DEFAULTS`; None = not given.
 
     Raises:
         NotImplementedError: a confidence threshold above 0.
@@ -47,7 +47,7 @@ def read_assistant_settings(
     ):
         if value is not None and own is not None:
             raise ValueError(f"{name}: expected None beside {other}, which is the same, got {value!r}")
-    # transformers, too, reads them for models alone.
+    # Like transformers, ignore these settings without a draft and with `prompt_lookup_num_tokens`.
     has_model = draft is not None and lookup is None
     count, plan, threshold = (_wish(name, given[name], config, draft) if has_model else None for name in DEFAULTS)
     plan = given["num_assistant_tokens_schedule"] if plan is None else plan
@@ -65,7 +65,7 @@ def read_assistant_settings(
 
 
 def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
-    """The value of a setting that somebody chose: the caller's, else the config's, else the draft model's."""
+    """A setting: the caller's, else the config's if it is not the default, else the draft model's."""
     if given is not None:
         return given
     value = getattr(config, name, None)

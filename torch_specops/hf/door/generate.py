@@ -1,4 +1,4 @@
-"""The decoding loop behind transformers' own `generate`, through its `custom_generate` argument."""
+"""Speculative decoding through transformers' `generate` and its `custom_generate` argument."""
 
 from __future__ import annotations
 
@@ -55,55 +55,58 @@ def custom_generate(
     assistant_confidence_threshold: float | None = None,
     **model_kwargs: Any,
 ) -> Tensor | DecoderOnlyOutput | EncoderDecoderOutput:
-    """Speculative decoding behind transformers' own `generate`.
+    """Speculative decoding through transformers' `generate`.
 
     `model.generate(..., custom_generate=torch_specops.hf.custom_generate, assistant_model=...)` returns what
-    `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens of the same law.
-    transformers prepares the other arguments; a user passes those from `draft_model` to `compile`.
+    `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens from the same
+    distribution. Users pass the arguments from `draft_model` to `compile`, `grammar` and transformers' settings for
+    assistants; transformers prepares the others.
 
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: any; with a draft, any that is a function of its arguments. A processor without a counterpart
-            in `SamplingParams` is called as transformers would call it, and so is every processor before it; such
-            steps are not compiled.
-        stopping_criteria: any. A row ends with the token at which a criterion says so. Criteria other than lengths,
-            eos tokens, stop strings and times are called as transformers would call them: once per token, with all
-            rows, and with scores if they are asked for.
+        logits_processor: any processors; with a draft, only those that keep no state between calls. A processor
+            without a counterpart in `SamplingParams` is called as transformers would call it, and so is every
+            processor before it; such steps are not compiled.
+        stopping_criteria: any. A row ends with the token for which a criterion returns True. Criteria other than
+            lengths, eos tokens, stop strings and times are called as transformers would call them: once per token,
+            with all rows, and with scores if requested.
         generation_config: as `generate` prepared it.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
-            `assistant_model=` is the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True` are
-            drafts as well, with transformers' meaning; with `speculation_type="dflash"` it is a drafter of
-            transformers or a `DFlash`. MTP layers are read once per model, and so is a drafter for calls with it.
-        num_draft_tokens, schedule, verify, compile: as `SpeculativeDecoder` takes them. Compiled code
-            is kept for the model's next call with the same draft and the same of these, as long as the model lives.
-            The first two are None = what `num_assistant_tokens` and `num_assistant_tokens_schedule` say, else the
-            draft's own number, and "auto" for drafts that are not sampled, otherwise "constant".
-        num_assistant_tokens, num_assistant_tokens_schedule: transformers' names of the two; "heuristic" and
-            "heuristic_transient" both begin anew in each call. None = what `generation_config` says other than
-            transformers' default (20, "constant"), else what the generation config of a draft model says.
+            `assistant_model=` means the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True`
+            select a draft as in transformers; with `speculation_type="dflash"` it is a drafter of transformers or a
+            `DFlash`. MTP layers and a drafter are loaded once per model.
+        num_draft_tokens, schedule, verify, compile: arguments of `SpeculativeDecoder`. As long as the model lives, its
+            next call with the same draft and the same values reuses compiled code. If the first two are None,
+            `num_assistant_tokens` and `num_assistant_tokens_schedule` set them. Otherwise they default to the draft's
+            number, and to "auto" for drafts that are not sampled, else "constant".
+        num_assistant_tokens, num_assistant_tokens_schedule: transformers' names for these two; "heuristic" and
+            "heuristic_transient" both start over in each call. None = the value in `generation_config` if it is not
+            transformers' default (20, "constant"), else the value in the generation config of a draft model.
         assistant_confidence_threshold: 0 or None.
         token_streamer: the `streamer` of `SpeculativeDecoder.generate`. Pass a transformers streamer as `streamer=`.
-        seed, grammar: as there. A processor of xgrammar, or of outlines with xgrammar or llguidance, that has not been
-            called is read as a grammar.
-        tokenizer: of the stop strings.
-        has_mask, image_inputs, inputs_tensor, model_kwargs: whether a mask was given, the images of the prompts, masks,
-            the encoder's input and output, and what transformers prepared for its own loop.
+        seed, grammar: arguments of `SpeculativeDecoder.generate`. A processor of xgrammar, or of outlines with
+            xgrammar or llguidance, is read as a grammar unless it has been called before.
+        tokenizer: for the stop strings.
+        has_mask: True = the caller gave a mask.
+        image_inputs: the images of the prompts.
+        inputs_tensor: the encoder's input.
+        model_kwargs: masks, the encoder's output and other inputs for transformers' loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
-        with these `sequences`, with `stats`, and on request with `scores` and `logits` as transformers has them: for
-        each new token [B, V] float32, after and before processors. They are NaN where a row has no token, take
-        B x L x V x 4 bytes each, and steps are then not compiled.
+        with these `sequences`, with `stats`, and on request with `scores` and `logits` as in transformers: for each
+        new token [B, V] float32, after and before processors. They are NaN where a row has no token, and take
+        B x L x V x 4 bytes each. Steps that keep them are not compiled.
 
     Raises:
-        NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, the drafts
-            of another `speculation_type` than "dflash", attentions or hidden states, an `assistant_tokenizer`, an
+        NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, a
+            `speculation_type` other than "dflash", attentions or hidden states, an `assistant_tokenizer`, an
             `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model, PEFT's
-            `adapter_names`. With a draft or `output_scores`, a processor that remembers its calls (classifier-free
-            guidance, SynthID, other grammars) or that raises on a later text, by name. `output_scores` with `grammar`.
-        TypeError, ValueError: an argument that `SpeculativeDecoder` refuses, or that came under two names; a cache,
-            positions or other inputs of the model that this loop would not read.
+            `adapter_names`. With a draft or `output_scores`, a processor that depends on earlier calls (classifier-free
+            guidance, SynthID, other grammars) or that raises in a later call. `output_scores` with `grammar`.
+        TypeError, ValueError: an argument that `SpeculativeDecoder` refuses, or that was given under two names; a
+            cache, positions or other model inputs that this loop would ignore.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -142,7 +145,7 @@ def custom_generate(
     kept = _cached_decoder(model, draft_model, eager, choices)
     target: Any = kept.decoder.target
     inputs = image_inputs or None
-    # transformers has repeated the prompts, and not their images.
+    # transformers repeats the prompts but not their images.
     copies = max(generation_config.num_return_sequences or 1, 1) if image_inputs else 1
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
@@ -163,7 +166,7 @@ def custom_generate(
     )
     batch_rules = BatchRules(stops.batch_rules, input_ids, sampling.pad_token_id) if stops.batch_rules else None
     output = kept.decoder.run(input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions)
-    # An eager decoder has nothing to keep but caches.
+    # An eager decoder has only caches, which are not worth keeping.
     if kept.decoder.compiled:
         _decoders[model] = kept
     new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
@@ -186,24 +189,24 @@ class _CachedDecoder(NamedTuple):
     decoder: SpeculativeDecoder
 
 
-# The compiled decoder of each model. It reads a copy of the model, so that an entry does not keep its own key alive.
+# The compiled decoder of each model. It reads a copy of the model, so that an entry does not keep its key alive.
 _decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionary()
 
 
 def _cached_decoder(
     model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
 ) -> _CachedDecoder:
-    # A name stands for the model itself, because an entry must not keep its own key alive, and for drafts that
-    # are made anew for every call.
+    # Compare the model itself by name, because an entry must not keep its key alive. Compare drafts that each call
+    # creates again by their settings.
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
     if type(draft_model) is MTP or type(draft_model) is DFlash:
         draft = type(draft_model), draft_model.head
-    # A graph of another device or dtype cannot be used again.
+    # A graph cannot be reused on another device or in another dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _decoders.get(model)
-    # Taken out while it is in use: a call from another thread makes its own.
+    # Remove the decoder while it is in use, so that a call from another thread makes its own.
     if kept is not None and kept.made_for == made_for and _decoders.pop(model, None) is kept:
         kept.shadow.of(model)
         return kept
@@ -215,14 +218,14 @@ def _cached_decoder(
     return _CachedDecoder(made_for, shadow, decoder)
 
 
-# The network of each model's MTP layers or DFlash drafter, and what it was made for.
+# For each model, the network of its MTP layers or its DFlash drafter, and the settings that it was made for.
 _heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any]]] = WeakKeyDictionary()
 
 
 def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
-    """The draft of a DFlash drafter, or of the model's own MTP layers."""
+    """The draft from a DFlash drafter; without one, from the model's MTP layers."""
     kept, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
-    # Weights that are loaded into a drafter count up their versions.
+    # Loading weights into a drafter increments their versions.
     versions = () if drafter is None else tuple(weight._version for weight in drafter.parameters())
     source, text = drafter or model.config.name_or_path, model.config.get_text_config()
     made_for = source, versions, model.device, model.dtype, text._attn_implementation, text.vocab_size
@@ -233,7 +236,7 @@ def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP 
 
 
 def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: AnyDraft) -> AnyDraft:
-    """The draft that a call asks for; refuses modes and drafts that this loop does not have."""
+    """The draft that a call requests; refuses modes and drafts that this loop does not support."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         advice = " (num_beams: use torch_specops.beam.beam_search)" if config.num_beams not in (None, 1) else ""
@@ -273,14 +276,14 @@ def check_ensemble_weight(weight: float | None) -> None:
         )
 
 
-# Arguments that transformers prepares for its own loop. Ours has its own cache and needs none of them.
+# Arguments that transformers prepares for its own loop. Ours has another cache and needs none of them.
 _PREPARED = {*CACHE_NAMES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 
 def _prompt_mask(
     model: PreTrainedModel, input_ids: Tensor, has_mask: bool, model_kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """The mask of the prompts; None = nobody gave one. Refuses inputs of the model that this loop would leave out."""
+    """The mask of the prompts; None = not given. Refuses model inputs that this loop would ignore."""
     for name in CACHE_NAMES:
         if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise ValueError(f"{name}: the loop has a cache of its own and would neither read nor fill this one")
@@ -294,7 +297,7 @@ def _prompt_mask(
             "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
             "expected pixel_values, and of a model whose images it reads (docs/models.md)"
         )
-    # So PEFT hands `adapter_names` on to its layers. Its wrapper keeps them from this function.
+    # PEFT passes `adapter_names` to its layers in hooks, and does not pass them to this function.
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
         raise NotImplementedError(
@@ -313,7 +316,7 @@ def _prompt_mask(
         if bool(((positions != is_token.cumsum(1) - 1) & (is_token != 0)).any()):
             raise ValueError(f"{prefix}position_ids: expected each row's tokens counted from 0, got others")
     if mask is None or bool((mask == 1).all()):
-        # transformers drops a mask without a zero, or makes one (5.17).
+        # transformers 5.17 drops a mask without zeros, and makes one if none was given.
         return torch.ones_like(input_ids) if has_mask else None
     return mask
 
@@ -321,9 +324,9 @@ def _prompt_mask(
 def _encoder_inputs(
     model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of the target's encoder, and its input, which a draft with its own encoder reads."""
+    """The output of the target's encoder, and its input for a draft that has another encoder."""
     inputs = {}
-    # transformers fills in tokens of -100 where the encoder's output was given instead of its input.
+    # transformers passes tokens of -100 if the caller gave the encoder's output instead of its input.
     if inputs_tensor is not None and not bool((inputs_tensor == -100).all()):
         copies = input_ids.shape[0] // inputs_tensor.shape[0]
         inputs[model.main_input_name] = inputs_tensor.repeat_interleave(copies, 0)

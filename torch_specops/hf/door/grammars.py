@@ -1,4 +1,4 @@
-"""Processors of xgrammar and outlines in a list of transformers' processors, as the loop's own grammars."""
+"""Logits processors of xgrammar and outlines, converted to grammars of the loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from .processors import FIRST_WARPER, STAGE
 def take_grammars(
     processors: LogitsProcessorList, grammar: AnyGrammar, num_rows: int
 ) -> tuple[LogitsProcessorList, AnyGrammar]:
-    """The processors without the grammar's, and a new text in that grammar for each row; the arguments if there
-    is none that can be taken out: it is new, no warper comes before it, and what comes after it is understood.
+    """Take a grammar's processor out of the list. Returns the other processors, and a new `Grammar` for each row.
+
+    The arguments are returned unchanged if there is no such processor, it has been called, a warper comes before it, or
+    a processor after it is not in `STAGE`.
 
     Args:
-        grammar: as the caller gives it.
+        grammar: the caller's argument.
 
     Raises:
         ValueError: both a `grammar` and such a processor.
@@ -26,7 +28,7 @@ def take_grammars(
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
         found = _grammars_of(processor, num_rows)
-        # The loop masks between the processors and the warpers. All that is understood commutes with a mask before it.
+        # The loop applies the grammar's mask between processors and warpers. It commutes with processors in STAGE.
         is_behind_a_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
         if found is None or is_behind_a_warper or any(type(each) not in STAGE for each in after):
             continue
@@ -37,7 +39,7 @@ def take_grammars(
 
 
 def _grammars_of(processor: Any, num_rows: int) -> list[Grammar | None] | None:
-    """New texts in a processor's grammar, if it has not been called."""
+    """A new `Grammar` for each row; None if the processor has none or has been called."""
     match _name_of(processor):
         case "xgrammar.contrib.hf.LogitsProcessor" if not processor.prefilled:
             compiled = list(processor.compiled_grammars)

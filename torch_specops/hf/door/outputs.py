@@ -19,8 +19,8 @@ from ...decode.output import GenerationStats
 
 @dataclass
 class DecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """The output for `return_dict_in_generate=True`: `sequences`, `stats`, and `scores` and `logits` where they are
-    asked for; the other fields are None."""
+    """The output for `return_dict_in_generate=True`: `sequences`, `stats`, and `scores` and `logits` if requested; the
+    other fields are None."""
 
     stats: GenerationStats | None = None
 
@@ -35,13 +35,13 @@ class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
 class Predictions:
     """Scores and logits of a call, as transformers' `generate` returns them: for each new token [B, V] float32.
 
-    An eager step pushes all of the target's logits; once the host has read the step's record, only the emitted
-    tokens are kept, B x L x V x 4 bytes in the end.
+    An eager step pushes all of the target's logits. Once the host has read the step's record, only the logits of
+    emitted tokens are kept: B x L x V x 4 bytes in the end.
 
     Args:
         processors: turn logits into scores.
         prompts: [B, P], padding included.
-        config: says what is asked for.
+        config: says which of them the call requests.
     """
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, config: GenerationConfig) -> None:
@@ -57,13 +57,13 @@ class Predictions:
         self._steps.append(logits)
 
     def keep(self, num_tokens: list[int]) -> None:
-        """Keep the first `num_tokens` logits of each row of the oldest step that was pushed."""
+        """Keep the first `num_tokens` logits of each row of the oldest pushed step."""
         logits = self._steps.pop(0)
         for row, count in enumerate(num_tokens):
             self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
 
     def scores(self, input_ids: Tensor) -> tuple[Tensor, ...] | None:
-        """The scores of all new tokens of `input_ids` [B, P + n]; None if the call does not ask for scores."""
+        """The scores of all new tokens of `input_ids` [B, P + n]; None if the call does not request scores."""
         if not self._config.output_scores:
             return None
         for place in range(len(self._scores), input_ids.shape[1] - self._num_prompt):
@@ -75,7 +75,7 @@ class Predictions:
         return self._scores
 
     def fields(self, sequences: Tensor, lengths: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """`scores` and `logits`, as far as they are asked for. NaN stands where a row has no token.
+        """`scores` and `logits`, if requested; NaN where a row has no token.
 
         Args:
             sequences: [B, P + L].
@@ -92,7 +92,7 @@ class Predictions:
         }
 
     def _logits(self, place: int) -> Tensor:
-        """[B, V] float32, the logits that gave each row's new token number `place`; NaN for rows that have none."""
+        """The logits [B, V] float32 of each row's new token number `place`; NaN for rows without that token."""
         found = [own[place] if place < len(own) else None for own in self._rows]
         none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
         return torch.stack([none if logits is None else logits for logits in found])

@@ -1,9 +1,9 @@
-"""Arguments of transformers' `generate` that it withholds when `custom_generate` is a function.
+"""Pass on arguments of transformers' `generate` that it does not pass to a `custom_generate` function.
 
-`generate` takes `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and calls a custom function
-without them and without a word: no draft, and a reader of the streamer waits for ever (transformers 5.17 to 5.24). A
-method of it sees them all before the first token, and gets an addition here. Another method refuses drafts where
-transformers' own loop cannot use them: for models that keep a state of the text, and several sequences of a prompt.
+`generate` accepts `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and silently drops them for a
+custom function: there is no draft, and a reader of the streamer waits forever (transformers 5.17 to 5.24). One of its
+methods sees them all before the first token, and is wrapped here. Another method, also wrapped, refuses drafts where
+transformers' loop cannot use them: for models that keep states, and for several sequences per prompt.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ PARAMETERS = {
 
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
-    """Let the `generate` of `mixin` hand on to `custom_generate=function` its arguments `assistant_model` (as
-    `draft_model`), `streamer` (as `token_streamer`) and `tokenizer`, `has_mask`: whether a mask was given, and
-    `image_inputs`: the images of a model that this loop gives them to; and allow it drafts in every call. Calls with
-    another function see no difference. Warns if the mixin has not both methods with those parameters."""
+    """Let the `generate` of `mixin` pass more arguments to `custom_generate=function`, and allow drafts in every call.
+
+    The arguments are `assistant_model` (as `draft_model`), `streamer` (as `token_streamer`), `tokenizer`, `has_mask`
+    (whether the caller gave a mask) and `image_inputs` (the images, if this loop reads images with the model). Calls
+    with another function do not change. Warns if the mixin lacks one of the methods or its parameters differ.
+    """
     methods: dict[str, Any] = {name: getattr(mixin, name, None) for name in PARAMETERS}
     extract, validate = methods.values()
     if any(
@@ -54,7 +56,7 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
         self: Any, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
         more: dict[str, Any] = {}
-        # The function may be behind a `functools.partial`.
+        # The function may be wrapped in a `functools.partial`.
         if getattr(custom_generate, "func", custom_generate) is function:
             for name in kwargs.keys() & IN_CUSTOM_GENERATE.keys():
                 raise TypeError(f"{name}: custom_generate has no such argument; pass {IN_CUSTOM_GENERATE[name]}")
@@ -72,14 +74,14 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
             more["tokenizer"] = kwargs.get("tokenizer")
             mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             more["has_mask"] = kwargs.get(mask) is not None
-            # Behind this method transformers may encode the images, and keep them from the function.
+            # After this method, transformers may encode the images and not pass them to the function.
             images = image_inputs(self) if reads_images(self) else ()
             more["image_inputs"] = {name: kwargs.pop(name) for name in images if kwargs.get(name) is not None}
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # No other check goes by assisted generation. `extract_more` says `has_mask` to our function alone.
+        # Calls of our function have `has_mask`. The other checks do not depend on assisted generation.
         if mode is GenerationMode.ASSISTED_GENERATION and "has_mask" in mode_kwargs:
             mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)
@@ -89,6 +91,6 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
 
 
 def _after_the_prompt(streamer: Any) -> Any:
-    """A streamer that drops the first tokens: `generate` has given it the prompt already."""
+    """A streamer that drops the first `put`, because `generate` has already sent the prompt."""
     puts = chain([lambda tokens: None], repeat(streamer.put))
     return SimpleNamespace(put=lambda tokens: next(puts)(tokens), end=streamer.end)

@@ -1,4 +1,4 @@
-"""transformers' logits processors, as `SamplingParams` where they have a counterpart, or called as they are."""
+"""transformers' logits processors: converted to `SamplingParams` where possible, otherwise called unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ...drafts import AnyDraft
 from ...sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
 # The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
-# before it. `remove_invalid_values` changes logits that are not finite, whose meaning here is fixed
-# (docs/what_verify_computes.md).
+# before it. `remove_invalid_values` is ignored: docs/what_verify_computes.md defines logits that are not finite.
 _STAGES: tuple[tuple[type, ...], ...] = (
     (generation.SequenceBiasLogitsProcessor,),
     (
@@ -39,8 +38,8 @@ _STAGES: tuple[tuple[type, ...], ...] = (
 )
 STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
 FIRST_WARPER = STAGE[generation.TemperatureLogitsWarper]
-# They remember their calls, but may answer the first questions as if they did not: before enough calls, or as long as
-# the text stays within one state of a grammar.
+# These depend on earlier calls, but repeating the first call may not show it: after too few calls, or while a grammar
+# stays in one state.
 _STATEFUL = generation.SynthIDTextWatermarkLogitsProcessor
 _GRAMMARS = ("llguidance", "outlines", "xgrammar")
 # The padding of prompts is rounded up to a multiple of this, so that batches share compiled code.
@@ -49,17 +48,17 @@ PADDING_MULTIPLE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSampling(SamplingParams):
-    """`SamplingParams` that mean what a list of transformers' processors means.
+    """`SamplingParams` that are equivalent to a list of transformers' processors.
 
     Args:
         biases: the same for all rows.
-        padding: [B, P], the prompts' padding on the left, which transformers' processors take for text; elsewhere the
-            pad token.
+        padding: [B, P], the left padding of the prompts, which transformers' processors read like tokens; elsewhere
+            the pad token.
         num_padding: [B] int64.
-        num_ignored: [B] int64, tokens that a repetition penalty leaves out, of padding and prompt the first; None = 0.
-        called: processors that are called as they are.
-        pad_token_id: what they see where a row has no token.
-        asked_once: True = they are asked about each text once, as in transformers: without drafts and `output_scores`.
+        num_ignored: [B] int64, how many tokens from the left, padding included, a repetition penalty ignores; None = 0.
+        called: processors that are called unchanged.
+        pad_token_id: the token that they see where a row has none.
+        asked_once: True = they are called once per token, as in transformers: without drafts and `output_scores`.
     """
 
     biases: tuple[Bias, ...]
@@ -107,15 +106,15 @@ def read_processors(
     vocab_size: int,
     draft: AnyDraft,
 ) -> ProcessorSampling:
-    """The last processors as temperature, filters and the rest of `SamplingParams`; if a processor before them has no
-    counterpart, all up to it are called unchanged.
+    """Convert processors to `SamplingParams`. If one has no counterpart, it and all before it are called unchanged, and
+    only warpers after it are converted.
 
     Args:
         input_ids, attention_mask: [B, P], the prompts with their padding.
         config: as `generate` prepared it.
 
     Raises:
-        NotImplementedError: a processor that remembers its calls, unless each text is asked about once.
+        NotImplementedError: a processor that depends on earlier calls, with a draft or `output_scores`.
     """
     asked_once = draft is None and not config.output_scores
     pad = getattr(config, "_pad_token_tensor", None)
@@ -150,8 +149,8 @@ def read_processors(
 def _merged(
     processors: list[LogitsProcessor], fields: list[dict[str, Any] | None], stage: int
 ) -> dict[str, Any] | None:
-    """The fields of all processors. None if a processor has none, if two have the same, or if they do not come in the
-    order of stages, from `stage` on."""
+    """Merge the fields of all processors. None if a processor has no fields, if two set the same field, or if their
+    stages do not ascend from `stage` on."""
     values: dict[str, Any] = {"biases": ()}
     for processor, own in zip(processors, fields, strict=True):
         if own is None or STAGE[type(processor)] < stage or (own.keys() & values.keys()) - {"biases"}:
@@ -162,20 +161,20 @@ def _merged(
 
 
 def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: int) -> dict[str, Any] | None:
-    """The fields of `ProcessorSampling` that are exactly a processor; None if no fields are."""
+    """The fields of `ProcessorSampling` that are equivalent to a processor; None if it has no equivalent."""
 
     def excluded(tokens: Tensor, until: int) -> dict[str, Any]:
-        # transformers ignores tokens that the model cannot emit, but in a bias.
+        # Except in biases, transformers ignores tokens outside the vocabulary.
         known = [token for token in tokens.flatten().tolist() if 0 <= token < vocab_size and until > 0]
         return {"biases": tuple(Bias((token,), -math.inf, until) for token in known)}
 
-    # Not isinstance: a subclass may do anything.
+    # Compare the exact type, because a subclass may do anything.
     if type(processor) not in STAGE or getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
-        # This is also the class of bad words, which have dropped those that are an eos token.
+        # Includes its subclass for bad words, which has already dropped eos tokens.
         case generation.SequenceBiasLogitsProcessor():
-            # transformers 5.17 ignores a sequence that is longer than the text, padding included.
+            # transformers 5.17 ignores a sequence that is longer than the input, padding included.
             if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
                 return None
             return {"biases": tuple(Bias(tuple(map(int, key)), bias) for key, bias in processor.sequence_bias.items())}
@@ -215,9 +214,9 @@ class _Row:
 
     Attributes:
         new: its new tokens and its drafts; -1 where there is no draft.
-        first, last: the processors are asked about the texts with `first` .. `last` of these. The last text ends before
-            an eos, before a draft that they exclude, or with the last draft.
-        has_ended: True = an eos follows the last text.
+        first, last: processors are called on the prefixes with `first` .. `last` of these. The longest prefix ends
+            before an eos, before a draft that they exclude, or with the last draft.
+        has_ended: True = an eos follows the longest prefix.
     """
 
     def __init__(self, tokens: Tensor, padding: Tensor, lengths: list[int], start: int, eos: list[int]) -> None:
@@ -228,7 +227,7 @@ class _Row:
         self.has_ended = self.last < len(self.new) and self.new[self.last] >= 0
 
     def text(self, count: int, pad_token_id: int) -> Tensor:
-        """[P + count], what the row shows in a call for rows with this number of new tokens."""
+        """The tokens [P + count] of this row in a call for the rows with `count` new tokens."""
         text = pad(self._padding, (0, count), value=pad_token_id)
         num_shown = min(count, self.last + self.has_ended)
         begin = len(text) - self._start - (count if self.has_ended else num_shown)
@@ -237,18 +236,19 @@ class _Row:
 
 
 class _HostProcessors:
-    """Processors as transformers calls them: on the text of every row, padding included, with one more token each time.
+    """Calls processors as transformers does: on the tokens of all rows, padding included, one token longer each time.
 
-    Rows have different numbers of new tokens. Each call passes all rows, because a processor may know its rows by
-    index, and only rows with the right number keep the result. The others show what can come about too: a row ahead is
-    cut, a row behind has more padding on its left, and an ended row has padding after its eos, as in transformers.
+    Rows have different numbers of new tokens. Each call passes all rows, because a processor may identify rows by
+    index, but only rows with the call's number of new tokens keep the result. The other rows get inputs that are
+    possible too: a longer row is cut, a shorter row has more padding on its left, and an ended row has padding after
+    its eos, as in transformers.
 
-    Unless they are asked about each text once, the processors are asked about the first texts again after others, and
-    a processor with another answer is refused.
+    Unless `asked_once`, the first call is repeated after later calls, and a processor with a different result is
+    refused.
 
     Args:
         prompt_lengths: [B], without padding.
-        eos: [B, E], tokens that end a row; -1 is none.
+        eos: [B, E], tokens that end a row; -1 = none.
     """
 
     def __init__(self, sampling: ProcessorSampling, prompt_lengths: Tensor, eos: Tensor) -> None:
@@ -257,13 +257,13 @@ class _HostProcessors:
         self._prompt_lengths = prompt_lengths
         self._eos = eos
         self._num_asked = 0
-        # The first question and the answers to it, until it is asked again.
+        # The arguments and results of the first call, until it is repeated.
         self._first: tuple[tuple[Tensor, Tensor, list[bool]], list[Tensor]] | None = None
         self._rows_asked: list[bool] = []
 
     @property
     def constants(self) -> Hashable:
-        # Another call has others.
+        # Each `generate` call has different processors.
         return self
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
@@ -293,13 +293,13 @@ class _HostProcessors:
         if self._first is not None and self._num_asked > 1:
             (question, answers), self._first = self._first, None
             for processor, before, after in zip(self._processors, answers, self._answers(*question), strict=True):
-                # The order of a device's additions may differ from call to call.
+                # The order of additions on a device may differ between calls.
                 if not torch.allclose(before, after, rtol=1e-4, atol=1e-4, equal_nan=True):
                     raise _refused(processor, "answered one text in two ways")
         return processed
 
     def _answers(self, texts: Tensor, logits: Tensor, rows_asked: list[bool]) -> list[Tensor]:
-        """The scores [B, V] after each processor, which may write into those that it gets."""
+        """The scores [B, V] after each processor. Each gets a copy, because it may write to its input."""
         self._rows_asked = rows_asked
         answers = [logits]
         for processor in self._processors:
@@ -312,13 +312,13 @@ class _HostProcessors:
         return answers[1:]
 
     def _of_rows_asked(self, processor: Any) -> Any:
-        """The processor. If it asks a function about each row alone, it then asks about no other rows."""
+        """The processor. If it calls a function per row, let it do so only for the rows whose result is used."""
         if type(processor) is not generation.PrefixConstrainedLogitsProcessor or processor._num_beams != 1:
             return processor
         allowed = processor._prefix_allowed_tokens_fn
 
         def allowed_if_asked(row: int, text: Tensor) -> Any:
-            # Allow anything in the other rows: their scores are not used.
+            # The scores of the other rows are not used, so allow any token.
             return allowed(row, text) if self._rows_asked[row] else [0]
 
         return generation.PrefixConstrainedLogitsProcessor(allowed_if_asked, 1)

@@ -23,26 +23,27 @@ from .outputs import Predictions
 class StopRules(NamedTuple):
     """The rules that end rows."""
 
-    lengths: list[int]  # of the longest sequence, prompt and padding included; at least 1
+    lengths: list[int]  # maximum lengths, prompt and padding included; at least one
     eos_token_ids: list[int]
     stop_strings: list[str]
-    row_rules: list[RowRule]  # clocks
-    batch_rules: list[BatchRule]  # all others, which are called as transformers would call them
+    row_rules: list[RowRule]  # time limits
+    batch_rules: list[BatchRule]  # other criteria, called as transformers would call them
 
 
 def read_criteria(criteria: StoppingCriteriaList, tokenizer: Any, predictions: Predictions | None) -> StopRules:
-    """Sort the criteria.
+    """Sort the criteria by kind.
 
     Args:
-        tokenizer: of the call. Without it, a criterion of stop strings is called: it has no tokenizer to read.
-        predictions: the scores that a criterion may look at.
+        tokenizer: the call's. Without it, a criterion for stop strings is called as it is, because it keeps no
+            tokenizer.
+        predictions: gives criteria their scores.
 
     Raises:
-        ValueError: no length.
+        ValueError: there is no `MaxLengthCriteria`.
     """
     rules = StopRules([], [], [], [], [])
     for criterion in criteria:
-        # Not isinstance: a subclass may do anything.
+        # Compare the exact type, because a subclass may do anything.
         kind = type(criterion)
         if kind is MaxLengthCriteria:
             rules.lengths.append(criterion.max_length)
