@@ -13,7 +13,7 @@ from .costs import DRAFT_COST, StepCosts
 
 # Drafts may lose LOST_SHARE of a batch's steps, but at most LOAN steps + LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# Within a batch, drafts may lose earlier gains again, up to this many steps.
+# Drafts may lose earlier gains again, up to this many steps.
 MOST_SAVED = 4.0
 # Drafts may also lose what they were allowed to lose in earlier batches and did not: FIRST_RESERVE steps before the
 # first batch, at most LARGEST_RESERVE.
@@ -48,8 +48,8 @@ class Auto(Schedule):
 
     After every step the schedule knows how much time drafts have lost so far, compared with decoding without drafts. A
     step may have drafts only if this loss would stay below 1.65 % of the batch (of its limit, if it ends early) with
-    all of them wrong. A batch may also lose what earlier batches were allowed to lose and did not, up to two steps. A
-    step that takes longer than expected may exceed the bound once.
+    all of them wrong. A batch may also lose what earlier batches were allowed to lose and did not, up to two steps, and
+    what drafts gained in them, up to four steps more. A step that takes longer than expected may exceed the bound once.
 
     Costs and chances are kept from batch to batch, except those of single sequences.
 
@@ -84,7 +84,7 @@ class Auto(Schedule):
         self.reset()
 
     def reset(self) -> None:
-        self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE)
+        self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE + MOST_SAVED)
         # What drafts have gained, in steps without drafts; the steps so far; the reserve when the batch began.
         self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
@@ -204,7 +204,8 @@ class Auto(Schedule):
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         self._elapsed += 1
-        self._reserve.num_steps += LOST_SHARE
+        if self._reserve.num_steps < LARGEST_RESERVE:
+            self._reserve.num_steps += LOST_SHARE
         cost = self._cost(step, costs)
         if count > 0 and not costs.are_known:
             self._unjudged = step, cost
@@ -323,7 +324,7 @@ class _Share:
 
 @dataclass
 class _Reserve:
-    """What drafts may still lose, over all batches, in steps."""
+    """What drafts may still lose over all batches, in steps."""
 
     num_steps: float = FIRST_RESERVE
 
