@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from ..checks import check_int
@@ -271,12 +272,12 @@ class Auto(Schedule):
                 chance = (sequence.right + PATIENCE_OF_OTHERS * pooled) / (sequence.expected + PATIENCE_OF_OTHERS)
                 reached.append([chance**place for place in range(1, room + 1)])
                 continue
-            match = 0 if step.matches is None else max(step.matches[index], 0)
+            match = 0 if step.matches is None else min(max(step.matches[index], 0), LONGEST)
             odds = (sequence.right + CAUTION * PATIENCE) / (sequence.expected + PATIENCE)
             product, products = 1.0, []
-            for place in range(room):
-                chance = self._chance_after[min(match + place, LONGEST)]
-                product *= min(chance * odds / (1 - chance + chance * odds), MOST_CERTAIN)
+            for chance in islice(chain(self._chance_after[match:], repeat(self._chance_after[LONGEST])), room):
+                right = odds * chance
+                product *= min(right / (1 - chance + right), MOST_CERTAIN)
                 if product < LEAST_CHANCE:
                     break
                 products.append(product)
