@@ -92,7 +92,7 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
     alpha > 0, more drafts are always better, and the result is `maximum`.
 
     Args:
-        alpha, cost_ratio: as for `walltime_factor`, also the errors.
+        alpha, cost_ratio: as for `walltime_factor`, with the same errors.
         maximum: the largest K considered, an int >= 0.
 
     Examples:
@@ -340,7 +340,7 @@ def _distribution(name: str, logits: Tensor, temperature: Tensor, target_logits:
 
 
 def _clean(logits: Tensor) -> Tensor:
-    """[.., V] float64: NaN is -inf, +inf the largest float32."""
+    """[.., V] float64: NaN becomes -inf, and +inf the largest float32."""
     return logits.double().nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf).clamp(max=FLOAT32_MAX)
 
 

@@ -31,7 +31,7 @@ def check_tensor(name: str, value: object, plain: bool = True, expected: str = "
 
 def is_int(value: object) -> TypeGuard[int]:
     """True for an integer of Python or NumPy, or a traced size, but not for a bool."""
-    # Try `int` first: `isinstance` of an abstract class is slow, and an eager op checks each of its numbers.
+    # Try `int` first: `isinstance` against an abstract class is slow, and an eager op checks every number it is given.
     return type(value) is int or (isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool))
 
 

@@ -53,7 +53,7 @@ _aten, _specops = torch.ops.aten, torch.ops.specops
 # A graph node's target is an op or its only overload.
 _OPS: set[Any] = {getattr(_specops, name) for name in ops.__all__ if name != "filter_logits"}
 _OPS |= {op.default for op in _OPS}
-# Methods are given by name. The dtypes and shapes of input and result show what a call does.
+# Methods are identified by name. The dtypes and shapes of a call's input and result show whether it copies or casts.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
 _COPIES |= {_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.contiguous.default}
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -27,7 +27,7 @@ from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import ASSISTED, make_providers, refusal
 
-# Answers to the first prompts can largely be copied from the prompt, answers to the last hardly.
+# Answers to the first prompts can mostly be copied from the prompt. Answers to the last ones cannot.
 PROMPTS = [
     PROMPT,
     "Correct the spelling, and change nothing else: The quik brown fox jumpd over the lazy dog, "

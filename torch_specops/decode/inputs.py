@@ -128,7 +128,7 @@ def read_prompts(
         pad_token_id = checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = target.pad_token_id
-    # A tokenizer may have another pad token than the model's config: often an eos token or token 0.
+    # A tokenizer's pad token may differ from the one in the model's config. It is often an eos token or token 0.
     suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
     if mask is None:

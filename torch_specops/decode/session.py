@@ -34,7 +34,7 @@ class Session:
     A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models:
     always with `verify="gumbel"`, otherwise with a constant schedule and a draft that does not learn from other
     sequences (as `SuffixLookup` does). An error of a model ends all requests and closes the session; an error of one
-    request is in its completion. `with` closes the session at its end.
+    request is in its completion. Leaving a `with` block closes the session.
 
     Examples:
         >>> import threading, transformers, torch_specops

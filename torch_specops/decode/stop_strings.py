@@ -68,7 +68,8 @@ class _TokenBytes:
         self._known: dict[int, bytes] = {}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         kinds = b"" if decoder is None else decoder.__getstate__()
-        # Tokens may be parts of characters: either they are called <0x0A>, or a letter stands for each of their bytes.
+        # A token may be part of a character. Its name then is a byte code such as <0x0A>, or has a letter for each
+        # byte.
         self._has_named_bytes = b'"ByteFallback"' in kinds
         has_letters = b'"ByteLevel"' in kinds and not self._has_named_bytes
         self._letters = letters_of_bytes() if has_letters else {}

@@ -22,7 +22,8 @@ class Eagle3(PublishedDraft, SequentialDraft):
     since the last step; their keys and values overwrite those of drafts. Every further draft costs a forward of one
     layer over one token, with the layer's output as the feature.
 
-    The head may have fewer tokens than the target. Tokens that it lacks get the logit -inf and are never proposed.
+    The head's vocabulary may be smaller than the target's. Tokens that it lacks get the logit -inf and are never
+    proposed.
     Verification uses these logits, so the target's distribution is kept.
 
     `from_pretrained` reads heads as EAGLE and SpecForge save them (`architectures: ["LlamaForCausalLMEagle3"]`), and as

@@ -217,7 +217,7 @@ class SuffixLookup(_Lookup):
         return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
 
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """Candidate places [B, C], and how many tokens, read backwards from each, equal those at the row's end."""
+        """Candidate places [B, C], and for each, how many tokens that end there equal those at the end of the row."""
         # The places that share the most of the row's last few tokens, the newest first among equals.
         num_equal = _match_lengths(text, last, own, min(NUM_TOKENS, self.max_ngram))
         position = torch.arange(text.shape[1], device=text.device)

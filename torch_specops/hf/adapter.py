@@ -52,7 +52,7 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """
     model = unwrapped(model)
     if model.config.is_encoder_decoder:
-        # Use the outer model type: a wrapper may read in its own way.
+        # Check the type of the outer model: a wrapper may read its input differently from the model inside.
         if model.config.model_type not in TESTED_FAMILIES:
             raise ValueError(
                 f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"

@@ -29,8 +29,8 @@ from .references import (
     reaches_module,
 )
 
-# Attributes that are not followed. Every module has parameters, hooks and names, which are treated by themselves. Each
-# call of a model of images leaves its `rope_deltas`, which no forward of this loop reads.
+# Attributes that are not followed: parameters, hooks and names, which every module has and other code handles; and
+# `rope_deltas`, which every call of an image model sets and no forward of this loop reads.
 NOT_FOLLOWED = frozenset({*vars(nn.Module()), "rope_deltas"})
 
 
@@ -104,7 +104,7 @@ class Look:
     def _look_at(self, module: nn.Module) -> None:
         own = vars(module)
         attributes = self.attributes[module] = own | {"training": False}
-        # Some rotary embeddings register a new buffer in a forward, and longrope writes to its own (transformers 5.23).
+        # Some rotary embeddings register a new buffer in a forward; longrope overwrites its buffer (transformers 5.23).
         writes = "longrope" in str(own.get("rope_type"))
         attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
         # A forward that keeps hidden states, as many of images do, adds hooks to its layers first (transformers).
@@ -222,8 +222,8 @@ class Look:
 
 
 class _ConfigCopies:
-    """Copies of a model's configs, kept from look to look until any config changes. Configs that are the same object,
-    or inside each other, are so in the copy."""
+    """Copies of a model's configs, kept from look to look until any config changes. Copies keep identity and nesting:
+    configs that are one object, or inside each other, stay so."""
 
     def __init__(self, before: _ConfigCopies | None) -> None:
         # Id -> the copy of a config.

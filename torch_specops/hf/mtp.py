@@ -25,7 +25,7 @@ from .models import TransformersModel
 # Config fields that give the number of these layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
-# The weights of all experts in one tensor, and their names in checkpoints that store each expert separately.
+# From each tensor that holds a weight of all experts to its names in checkpoints that store experts separately.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 

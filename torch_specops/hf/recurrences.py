@@ -154,7 +154,7 @@ def step_forward(module: nn.Module) -> Callable[..., Any] | None:
 @cache
 def _exchanged(forward: FunctionType) -> FunctionType:
     """The same code, in which the names in EXCHANGED refer to our functions."""
-    # With `__name__`, Dynamo would look names up in that module.
+    # Leave out `__name__`, because Dynamo would look names up in the module that it names.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | EXCHANGED
     function = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     function.__kwdefaults__ = forward.__kwdefaults__

@@ -187,7 +187,7 @@ def _mixed(word: int) -> int:
 
 
 def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:
-    """[B, n] the numbers of given indices [n] in given streams [n].
+    """Numbers [B, n]: column j has number indices[j] of stream streams[j].
 
     Every number computes its whole block and keeps one of its four words, so that a compiler sees one chain of rounds.
     Concatenating the four words would make it four chains.

@@ -114,7 +114,7 @@ class Auto(Schedule):
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # The first step has drafts before costs are known, because the draft has no tokens to catch up with.
+        # The first step has drafts before costs are known: the draft has read all tokens there.
         is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
         if not costs.are_known and not is_first:
             return nothing

@@ -18,7 +18,7 @@ WEIGHT_OF_SLOW_STEPS = 0.25
 LARGEST_SURPRISE = 2.0
 # Assumed before any step with drafts: the fixed cost of a forward, in tokens, and the cost of a draft, in steps.
 FIXED_TOKENS, DRAFT_COST = 32, 0.25
-# The weight, in steps, that draws the fit towards 0.
+# The weight of the prior at 0 in the fit, in steps.
 PRIOR_STEPS = 0.1
 # The number of drafting times kept for each number of drafts.
 NUM_DRAFTINGS = 8

@@ -1,4 +1,5 @@
-"""Checks of a decoding loop and of an engine: they count tokens and compare the counts with the target's law."""
+"""Checks of a decoding loop and of an engine: they count tokens and compare the counts with the target's
+distribution."""
 
 from __future__ import annotations
 

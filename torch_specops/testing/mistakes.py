@@ -24,8 +24,8 @@ def verify_with_mistake(
     temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`verify_exact` in plain float64, with a mistake. A test of an op must fail with each of them. A test of a loop's
-    law must fail with each but "1 - s", which keeps the law; the smaller the bias ("u < min(p / q, 0.9)"), the more
-    sequences it needs.
+    distribution must fail with each but "1 - s", which keeps the distribution; the smaller the bias ("u < min(p / q,
+    0.9)"), the more sequences it needs.
 
     Args:
         mistake: one of `MISTAKES`; None = no mistake.

@@ -83,7 +83,7 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
             q_max, q_sum = stats_from_lse(args.draft_lse)
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, q_bounds), q_max, q_sum)
 
-    # The walk: n drafts are accepted.
+    # Walk through the drafts up to the first rejection: n are accepted.
     accepted = accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else lowest_argmax(z_target, p_max)
     near_argmax = None

@@ -25,7 +25,7 @@ TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
 # Entries in the sample from which a program guesses the cut.
 SAMPLE = tl.constexpr(4096)
-# The phases of the search: the cut of top-k, the cut of top-p, and which of the tokens at the cut top-p keeps.
+# The phases of the search: find the top-k cut, find the top-p cut, choose which tokens tied at the top-p cut are kept.
 TOP_K, TOP_P, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -80,7 +80,7 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
         if every > 1:
             expected = wanted / every
             if is_mass:
-                # Sample the mass below the cut: it is spread over many entries, so that its estimate is better.
+                # Sample the mass below the cut: it is spread over many entries, so its estimate is more accurate.
                 expected = inside - (mass - wanted) / every
             low, high = likely_keys(lo, hi, expected, every, held, count, is_mass, scaling)
             every = 1
