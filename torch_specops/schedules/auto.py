@@ -149,7 +149,6 @@ class Auto(Schedule):
         room = plain * buckets[-1] if step.is_compiled or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
-        begins = is_behind or (not step.looks_up and self._elapsed == 0)
         # Compiled steps read the same number of drafts for all rows, whether they pay or not.
         least = -math.inf if step.is_compiled or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
@@ -174,16 +173,14 @@ class Auto(Schedule):
             gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / max(step.left)
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
-                # The purse should survive bad luck in one step, so that drafting continues.
-                needed = max(2 * risk, risk + 2 * base * luck.dip(gain) if begins else 0.0)
-                choices.append(_Choice(gain, risk, needed, level, len(offers)))
+                choices.append(_Choice(gain, risk, level, len(offers)))
             # The gain rises and falls once, but where captured times have steps.
             if choices and gain < choices[-1].gain and not step.is_compiled:
                 break
-        safe = [choice for choice in choices if choice.needed <= purse]
-        may_wait = begins and not costs.are_few and self._reserved < LARGEST_RESERVE
-        if not choices or (may_wait and not safe):
+        if not choices:
             return [0] * num_texts
+        # If possible, the purse survives bad luck in one step, so that drafting continues.
+        safe = [choice for choice in choices if 2 * choice.risk <= purse]
         *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
         if step.is_compiled:
             return step.at_most(level)
@@ -336,12 +333,10 @@ class _Choice(NamedTuple):
     Args:
         gain: the expected gain, in steps.
         risk: the loss if all drafts are wrong.
-        needed: the purse that lets drafting survive bad luck.
     """
 
     gain: float
     risk: float
-    needed: float
     level: int
     num_offers: int
 
@@ -379,8 +374,3 @@ class _Luck:
         if not self.matters:
             return 0.0
         return self._z * math.sqrt(max(self._variance, 0.0) * (1 + self._mean) / self._left)
-
-    def dip(self, gain: float) -> float:
-        """The most drafts by which the slowest sequence falls behind decoding without drafts, before `gain` per step
-        makes up for it: the maximum of z sqrt(S v) - S gain over S."""
-        return self._z**2 * self._variance * (1 + self._mean) / (4 * gain) if gain > 0 else 0.0
