@@ -138,11 +138,10 @@ class Auto(Schedule):
     ) -> list[int]:
         """The counts with the largest expected gain whose risk fits into the purse. All 0 if none gains, except in a
         trial."""
-        num_texts, buckets = len(reached), self.buckets
-        plain = step.num_rows if step.is_compiled else num_texts
-        base, per_token = costs.of(plain), 0.0 if step.is_compiled else costs.slope
+        num_texts, buckets, left = len(reached), self.buckets, max(step.left)
+        plain, base, per_token = _without_drafts(step, costs)
         shares, saved = self._savings(step, reached, base, per_token)
-        luck = _Luck(shares, 0 if step.is_refilled else max(step.left))
+        luck = _Luck(shares, 0 if step.is_refilled else left)
         levels = [level for level in buckets if level > 0] if step.is_compiled else list(range(1, buckets[-1] + 1))
         if is_trial or not costs.are_known:
             levels = levels[:1]
@@ -170,7 +169,7 @@ class Auto(Schedule):
             read = plain * (1 + level) if step.is_compiled else plain + (0 if step.reads_prompts else len(offers))
             # Looked-up drafts are already proposed.
             num_proposed = 0 if step.looks_up else level
-            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / max(step.left)
+            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / left
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
                 choices.append(_Choice(gain, risk, level, len(offers)))
@@ -229,10 +228,8 @@ class Auto(Schedule):
     @staticmethod
     def _tokens_read(step: PastStep) -> tuple[int, int]:
         """The tokens that the target reads in a step without drafts, and in this one."""
-        if step.planned.is_compiled:
-            return step.planned.num_rows, step.planned.num_rows * (1 + step.num_draft_tokens)
-        plain = len(step.planned.texts)
-        return plain, plain + sum(step.proposed)
+        plain = _num_read(step.planned)
+        return plain, plain + (plain * step.num_draft_tokens if step.planned.is_compiled else sum(step.proposed))
 
     def _gain(self, gain: float) -> None:
         self._account = min(self._account + gain, MOST_SAVED)
@@ -240,11 +237,9 @@ class Auto(Schedule):
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """The time that a step's accepted drafts saved, in steps without drafts."""
-        num_texts = len(accepted)
-        plain = step.num_rows if step.is_compiled else num_texts
-        base, per_token = costs.of(plain), 0.0 if step.is_compiled else costs.slope
+        plain, base, per_token = _without_drafts(step, costs)
         if step.is_refilled:
-            return base * sum(accepted) / num_texts
+            return base * sum(accepted) / len(accepted)
         after = max(left - count for left, count in zip(step.left, accepted, strict=True))
         return (base - per_token * plain) * (max(step.left) - after) + per_token * sum(accepted)
 
@@ -306,6 +301,17 @@ class Auto(Schedule):
         if key not in self._costs:
             self._costs[key] = StepCosts(step.num_rows, 0.0 if step.looks_up else DRAFT_COST)
         return self._costs[key]
+
+
+def _num_read(step: NextStep) -> int:
+    """The rows that the target reads: compiled steps also read those that have ended."""
+    return step.num_rows if step.is_compiled else len(step.texts)
+
+
+def _without_drafts(step: NextStep, costs: StepCosts) -> tuple[int, float, float]:
+    """Of a step without drafts: the tokens that it reads, its cost, and what it costs less with one row less."""
+    num_read = _num_read(step)
+    return num_read, costs.of(num_read), 0.0 if step.is_compiled else costs.slope
 
 
 @dataclass

@@ -107,16 +107,18 @@ class StepCosts:
         row."""
         if self._exact:
             return self._between_exact(tokens)
-        verifying = self.jump + self.slope * (tokens - num_rows) if tokens > num_rows else 0.0
-        return verifying + self.of_drafting(num_draft_tokens)
+        return self._verifying(tokens - num_rows) + self.of_drafting(num_draft_tokens)
 
     def risk(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
         """An upper estimate of `extra` for a step that reads more drafts than any so far."""
         num_drafts = tokens - num_rows
         if self._exact or num_drafts <= self.most_drafts:
             return self.extra(num_rows, tokens, num_draft_tokens)
-        measured = self.jump + self.slope * self.most_drafts if self.most_drafts > 0 else 0.0
-        return measured + self._most_each * (num_drafts - self.most_drafts) + self.of_drafting(num_draft_tokens)
+        more = self._most_each * (num_drafts - self.most_drafts)
+        return self._verifying(self.most_drafts) + more + self.of_drafting(num_draft_tokens)
+
+    def _verifying(self, num_drafts: int) -> float:
+        return self.jump + self.slope * num_drafts if num_drafts > 0 else 0.0
 
     def of_drafting(self, count: int) -> float:
         """The cost of proposing this many drafts per row, interpolated between timed numbers, and extrapolated beyond
@@ -149,7 +151,7 @@ class StepCosts:
                 first, self._first_step = self._first_step, None
                 self.add(*first)
             return
-        expected += self.jump + self.slope * num_drafts
+        expected += self._verifying(num_drafts)
         self._num_since_plain += 1
         if not self._units:
             self._first_step = num_rows, tokens, seconds
@@ -170,7 +172,6 @@ class StepCosts:
         """Add a captured step that was timed alone."""
         if is_plain:
             self._units.extend([seconds] * NUM_UNITS)
-            self._num_plain, self._num_since_plain = 2, 0
         if self._units:
             self._exact[tokens] = seconds / min(self._units)
 
