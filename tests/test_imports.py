@@ -18,14 +18,17 @@ PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "grammars", "hf", "models", "ops", "sampling"},
+    "__init__": {"decode", "drafts", "grammars", "ops", "sampling"},
     "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
     "hf/__init__": {"decode", "hf", "hf/door"},
     "hf/door": {"checks", "decode", "drafts", "grammars", "hf", "sampling", "schedules"},
-    "hf": {"drafts", "models", "ops"},
-    "beam": {"checks", "decode", "drafts", "models", "ops"},
-    "decode": {"checks", "compilation", "drafts", "grammars", "models", "ops", "sampling", "schedules"},
-    "drafts": {"checks", "compilation", "models", "ops", "sampling"},
+    "beam": {"checks", "decode", "drafts", "models", "models/conversion", "ops"},
+    "decode": {
+        *("checks", "compilation", "drafts", "grammars", "models", "models/conversion", "ops", "sampling", "schedules"),
+    },
+    "drafts": {"checks", "compilation", "hf", "models", "models/conversion", "ops", "sampling"},
+    "models/conversion": {"hf", "models"},
+    "hf": {"models", "ops"},
     "models": {"ops"},
     "grammars": {"ops"},
     "sampling": {"checks", "ops"},
@@ -50,8 +53,8 @@ ALLOWED_THIRD_PARTY = {
     "tokenizers": {"cli"},
     "torchao": {"drafts"},
     "matplotlib": {"cli"},
-    "safetensors": {"drafts"},
-    "huggingface_hub": {"cli", "drafts"},
+    "safetensors": {"models"},
+    "huggingface_hub": {"cli", "models"},
     "rich": {"cli"},
     "tqdm": {"decode"},
     "typing_extensions": {"decode"},

@@ -7,12 +7,10 @@ numpy. `torch_specops.hf`, which imports transformers, and `analysis`, `beam`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
-from . import drafts, grammars, models, ops
+from . import drafts, grammars, ops
 from .decode import (
     Completion,
     GenerationOutput,
@@ -49,14 +47,6 @@ __all__ = [
 ]
 __all__ += ops.__all__
 
-
-def _of_hf(module: str, name: str) -> Callable[..., Any]:
-    return lambda *arguments: getattr(import_module(module, __name__), name)(*arguments)
-
-
-# Lower layers call these for transformers objects. `hf` is not imported before.
-models.base.language_model = _of_hf(".hf", "language_model")
-drafts.mtp.read_head = _of_hf(".hf.mtp", "read_mtp_head")
 
 _LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "reference", "testing", "vocab_parallel")
 

@@ -18,7 +18,8 @@ from ..decode.inputs import EosTokenIds, PromptIds, Prompts, check_room, read_pr
 from ..decode.output import GenerationOutput, GenerationStats
 from ..drafts import AnyDraft, DraftSource, ModelDraft
 from ..drafts.model import as_draft_source
-from ..models.base import LanguageModel, TreeModel, as_language_model
+from ..models.base import LanguageModel, TreeModel
+from ..models.conversion import as_language_model
 from ..models.reading import begin_texts
 from ..ops.tracing import normal_tensors
 from .scorer import BeamScorer

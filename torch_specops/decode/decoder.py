@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import checks, schedules
 from ..drafts import AnyDraft
 from ..drafts.model import as_draft_source
-from ..models.base import LanguageModel, as_language_model
+from ..models.base import LanguageModel
+from ..models.conversion import as_language_model
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits

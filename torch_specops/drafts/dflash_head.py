@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import checkpoint_folder, filled, open_weights, read_json
+from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .layers import (
     Attention,
     DecoderLayer,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import checkpoint_folder, filled, open_weights, read_json
+from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
 from .layers import check_known, is_set, joined, layer_ids, layer_kinds, layer_sizes, rope_frequencies, size_of
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..models.base import FeatureModel, LanguageModel, as_language_model, feature_model
+from ..models.base import FeatureModel, LanguageModel, feature_model
+from ..models.conversion import as_language_model
 from ..ops.attention import attend, attend_masked, attention_dtype, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, emptied
 from ..ops.tracing import is_eager_cpu

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
-from ..models.base import LanguageModel, Part, as_language_model, refuse_class, settings_of, static_tensors_of
+from ..models.base import LanguageModel, Part, settings_of, static_tensors_of
+from ..models.conversion import as_language_model, refuse_class
 from ..models.reading import read_beginnings, read_texts
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import uniforms

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..models.base import LanguageModel, as_language_model, feature_model
+from ..models.base import LanguageModel, feature_model
+from ..models.conversion import as_language_model
 from ..sampling import SamplingTensors
 from .base import Draft, stacked
 from .feature import FeatureDraft, check_target
-
-# The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
-read_head: Callable[..., Any] | None = None
 
 
 class MTP(FeatureDraft):
@@ -77,9 +75,11 @@ class MTP(FeatureDraft):
             ValueError: no such folder, or no MTP weights in it; a weight that is missing, unknown, quantised or of
                 another shape, by name; another number of layers than the config says, if it says one.
         """
-        assert read_head is not None
+        # transformers takes seconds to import.
+        from ..hf.mtp import read_mtp_head
+
         model = as_language_model("target", target)
-        draft = cls(read_head(model, folder_or_id, dtype))
+        draft = cls(read_mtp_head(model, folder_or_id, dtype))
         draft.bind(model)
         return draft
 

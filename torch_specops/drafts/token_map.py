@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.base import LanguageModel, Part, as_language_model
+from ..models.base import LanguageModel, Part
+from ..models.conversion import as_language_model
 
 
 def _of_model(name: str) -> Any:

@@ -4,9 +4,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..decode.stop_strings import stop_string_rule
-
 if TYPE_CHECKING:
+    from ..decode.stop_strings import stop_string_rule
     from .door.generate import custom_generate
 
 # transformers imports torchao if it is installed. torchao then logs kernels that it cannot load and deprecation
@@ -27,7 +26,10 @@ __all__ = ["EncoderDecoderModel", "TransformersModel", "custom_generate", "langu
 
 
 def __getattr__(name: str) -> Any:
-    # Import it late, because its module wraps two methods of `GenerationMixin`.
+    # Importing its module wraps two methods of `GenerationMixin`.
     if name == "custom_generate":
         return import_module(".door.generate", __name__).custom_generate
+    # `decode` is a higher layer, which imports this package.
+    if name == "stop_string_rule":
+        return import_module("..decode.stop_strings", __name__).stop_string_rule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

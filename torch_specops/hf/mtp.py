@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..drafts.checkpoint import check_floating, checkpoint_folder, filled, open_weights
 from ..models import LanguageModel
+from ..models.checkpoint import check_floating, checkpoint_folder, filled, open_weights
 from ..ops.kv_cache import visible_slots
 from .architecture import layers_of, windows
 from .cache import RaggedCache, cache_argument

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Part:
@@ -222,36 +222,6 @@ class TreeModel(LanguageModel):
                 slots only; no node may attend to slots from S on.
             slot_positions: [B, S] int64, the position of the token that each slot holds.
         """
-
-
-# The function of `hf`, which this layer cannot import. The package's `__init__` sets it.
-language_model: Callable[[Any], LanguageModel] | None = None
-
-
-def refuse_class(name: str, given: object) -> None:
-    if isinstance(given, type):
-        raise TypeError(f"{name}: expected an object, got the class {given.__name__}")
-
-
-def as_language_model(name: str, model: LanguageModel | nn.Module) -> LanguageModel:
-    """The model itself, or an adapter around a transformers model."""
-    refuse_class(name, model)
-    if isinstance(model, LanguageModel):
-        return model
-    is_transformers = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-    # A PEFT model has a transformers model as its base.
-    if is_transformers or hasattr(model, "get_base_model"):
-        assert language_model is not None
-        return language_model(model)
-    # Unwrap a result of `torch.compile`, because the loop compiles its own steps.
-    original = getattr(model, "_orig_mod", None)
-    if isinstance(original, nn.Module):
-        return as_language_model(name, original)
-    raise TypeError(
-        f"{name}: expected a transformers model or a LanguageModel, got {type(model)}"
-        + ("; of a wrapper, pass the model inside" if isinstance(model, nn.Module) else "")
-        + "; a class of your own must derive from torch_specops.drafts.LanguageModel"
-    )
 
 
 def feature_model(target: LanguageModel, *others: str) -> FeatureModel:
