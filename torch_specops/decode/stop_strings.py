@@ -1,4 +1,4 @@
-"""Strings that end a text, found in the bytes of its tokens."""
+"""Ends sequences at stop strings, which are searched in the bytes of the tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from weakref import WeakKeyDictionary
 
 from .rows import RowRule
 
-# As in transformers.
+# Decoded before a token, to see the text that the token adds. transformers uses the same prefix.
 _PREFIX = "abcdef"
-# What is known of each tokenizer that is in use, and the lock for adding to it.
+# The token bytes of each tokenizer in use. `_lock` protects additions.
 _token_bytes: WeakKeyDictionary[Any, _TokenBytes] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
-    """A text ends with one of these strings, or inside its newest token: transformers' `StopStringCriteria`.
-    It makes no table of the vocabulary for each set of strings, and needs no tokenizer that knows all letters.
+    """A rule that ends a sequence if one of these strings ends within its newest token, as in transformers'
+    `StopStringCriteria`. In contrast to that class, it makes no table of the vocabulary for each set of strings, and
+    the tokenizer need not know all letters.
 
     Raises:
         ValueError: a tokenizer that does not say what a token adds to a text.
@@ -38,11 +39,11 @@ def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
 def _find_strings(
     bytes_of: Callable[[int], bytes | None], strings: dict[int, set[bytes]], texts: list[list[int]]
 ) -> list[bool]:
-    """Whether each text has the end of a string in its newest token; the strings are given by length."""
+    """Whether a stop string ends within the newest token of each sequence. `strings` has the stop strings by length."""
     longest, ends = max(strings), []
     for text in texts:
         tail = newest = bytes_of(text[-1]) or b""
-        # A string has at most as many tokens as bytes.
+        # A string of n bytes has at most n tokens, so older tokens need no look.
         for token in reversed(text[-longest:-1]):
             before = bytes_of(token)
             if before is None or len(tail) >= longest + len(newest):
@@ -55,27 +56,27 @@ def _find_strings(
 
 
 def letters_of_bytes() -> dict[str, int]:
-    """The bytes by the letters that stand for them in tokens, as in GPT-2. Some bytes are no letters of their own."""
+    """Maps the letters in the names of GPT-2's tokens to bytes. Unprintable bytes have other letters."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in own)
     return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class _TokenBytes:
-    """What the tokens of a tokenizer add to a text; each is found out when it first comes."""
+    """The bytes that each token of a tokenizer adds to a text. A token is decoded when it first occurs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._known: dict[int, bytes] = {}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         kinds = b"" if decoder is None else decoder.__getstate__()
-        # A token may be part of a character. Its name then is a byte code such as <0x0A>, or has a letter for each
+        # A token may be part of a character. Its name is then a byte code such as <0x0A>, or has one letter for each
         # byte.
         self._has_named_bytes = b'"ByteFallback"' in kinds
         has_letters = b'"ByteLevel"' in kinds and not self._has_named_bytes
         self._letters = letters_of_bytes() if has_letters else {}
         try:
             self._prefix: list[str] = tokenizer.tokenize(_PREFIX)
-        # A tokenizer without a token for what is unknown may raise anything.
+        # A tokenizer without a token for unknown text may raise any exception.
         except Exception:
             self._prefix = []
         if not any(self.of(tokenizer, token) for token in range(16)):
@@ -85,12 +86,13 @@ class _TokenBytes:
             )
 
     def of(self, tokenizer: Any, token: int) -> bytes | None:
-        """None for a token that the tokenizer does not have, or that changes the text before it."""
+        """The bytes that a token adds. None if the tokenizer does not have the token, or if the token changes the text
+        before it."""
         found = self._known.get(token)
         if found is None:
             name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
             found = None if name is None else self._read(tokenizer, name)
-            # The tokenizer may get this token later.
+            # Do not store None, because the tokenizer may get this token later.
             if found is not None:
                 self._known[token] = found
         return found
@@ -100,7 +102,7 @@ class _TokenBytes:
             return bytes(self._letters[letter] for letter in name)
         if self._has_named_bytes and re.fullmatch("<0x[0-9a-fA-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
-        # A token may look different where a text begins, so another token stands before it.
+        # Decode the token after a prefix, because it may have another text at the beginning.
         before = self._prefix or [name]
         text, start = tokenizer.convert_tokens_to_string([*before, name]), _PREFIX
         if start not in text:
