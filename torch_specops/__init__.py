@@ -54,7 +54,7 @@ def _of_hf(module: str, name: str) -> Callable[..., Any]:
     return lambda *arguments: getattr(import_module(module, __name__), name)(*arguments)
 
 
-# Lower layers call these for transformers objects. `hf` is not imported before.
+# Lower layers call these functions for transformers objects. They import `hf` at the first call.
 models.base.language_model = _of_hf(".hf", "language_model")
 drafts.mtp.read_head = _of_hf(".hf.mtp", "read_mtp_head")
 

@@ -94,7 +94,7 @@ def new_console() -> Console:
 
 
 def compute_on(device: str, threads: int | None) -> torch.device:
-    """The device of this name; sets torch's CPU threads, unless they are None."""
+    """Return the device with this name. Also sets torch's number of CPU threads, unless `threads` is None."""
     if threads is not None:
         checks.check_int("threads", threads, 1)
         torch.set_num_threads(threads)
@@ -108,7 +108,7 @@ def compute_on(device: str, threads: int | None) -> torch.device:
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """Restores torch's number of CPU threads on exit."""
+    """Restore torch's number of CPU threads on exit."""
     num_threads = torch.get_num_threads()
     try:
         yield
@@ -118,7 +118,7 @@ def threads_restored() -> Iterator[None]:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Prints errors that the user can fix in one line, and ends the command with exit code 2."""
+    """Print errors that the user can fix as one line, and end the command with exit code 2."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from .loading import read_text
 
-# The category of a line that names none.
+# The category of lines that name no category.
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt: the first turn of a line, because later turns would need the answers to earlier ones."""
+    """A prompt: the first turn of a line. Later turns are left out, because they need the answers to earlier turns."""
 
     text: str
     category: str = ""
-    place: str = "prompt"  # begins error messages
+    place: str = "prompt"  # the beginning of error messages
     num_later_turns: int = 0
 
 
@@ -51,7 +51,7 @@ def _question(line: str, place: str) -> Question:
     turns, category = found["turns"], found.get("category", ALL)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{expected}'turns' to be a list of texts, none of them empty, got {json.dumps(turns)[:40]}")
-    # Tables show the name, and a terminal obeys control characters.
+    # Refuse control characters in the name, because tables print it and a terminal would obey them.
     if not isinstance(category, str) or not category.strip() or not category.isprintable():
         raise ValueError(f"{expected}'category' to be a name, got {json.dumps(category)[:40]}")
     return Question(turns[0], category, place, len(turns) - 1)
