@@ -41,8 +41,8 @@ def choice(
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
-        # If a lookup finds no match there are no drafts, and the cost of an eager forward falls with the tokens that it
-        # reads.
+        # If a lookup finds no match, an eager step reads one token per row, whereas a compiled step always reads K
+        # drafts too.
         return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled step always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:

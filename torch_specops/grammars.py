@@ -177,8 +177,8 @@ class _LLGuidance:
     def __init__(self, matcher: Any, eos_tokens: list[int]) -> None:
         self._matcher = matcher
         self._eos_tokens = eos_tokens
-        # True after an eos token that llguidance did not count. Once only eos tokens are possible, it allows them
-        # without counting them.
+        # True = the newest accepted token is an eos token that llguidance has not counted, so `rollback` must not count
+        # it either.
         self._has_ended = False
 
     def fill_next_token_bitmask(self, bitmask: Tensor, row: int) -> None:

@@ -48,13 +48,14 @@ class BeamScorer:
         self.early_stopping = early_stopping
         self.length_penalty = length_penalty
         self._penalties = _penalties(longest, length_penalty).to(limits.device)
-        # With this many candidates, at least w of them do not end with an eos token.
+        # A beam has at most E continuations by an eos token, so at least w of these candidates do not end.
         self.num_candidates = max(2, 1 + eos.shape[1]) * num_beams
         self._is_top = torch.arange(self.num_candidates, device=limits.device) < num_beams
 
         self.tokens = limits.new_zeros(batch, num_beams, longest)
         self.scores = limits.new_full((batch, num_beams), EXCLUDED, dtype=torch.float32)
-        # All beams begin with the same prompt, so continue only the first; otherwise equal beams would be kept w times.
+        # At the start, all w beams of a row are equal. Exclude all but the first, or the first step would choose the
+        # same continuation w times.
         self.scores[:, 0] = 0.0
         self.counts = torch.zeros_like(limits)
         self.finished_tokens = torch.zeros_like(self.tokens)

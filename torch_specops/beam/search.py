@@ -128,7 +128,7 @@ def beam_search(
         max_new_tokens=max_new_tokens,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
-        # Beam search uses no randomness.
+        # Beam search draws nothing, so the seed has no effect.
         seed=0,
         min_new_tokens=1,
     )
@@ -202,7 +202,7 @@ class _Search:
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
-        # A kept level takes at most w slots. The nodes of a round need more slots.
+        # Every kept level takes at most w slots. `num_slots` adds the slots for the nodes of a round.
         num_kept = int((lengths + num_beams * self.scorer.limits).max())
         num_slots = num_kept + num_beams + self.draft_beams * self.num_draft_tokens
         self.tree = BeamTree(prompts, lengths, num_beams, num_slots)
@@ -266,7 +266,7 @@ class _Search:
         return torch.stack([num_levels, left, tree.num_live()])
 
 
-# Leave inference mode, because users may train on the output, which must not be inference tensors then.
+# Leave inference mode: users may train on the output, and autograd refuses inference tensors.
 @torch.inference_mode(False)
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer, state = search.scorer, prompts.state

@@ -58,10 +58,11 @@ class Run:
 
     provider: Provider
     case: Case
-    new_tokens: int  # of all rows together
+    # The number of new tokens of all rows together.
+    new_tokens: int
     # Seconds of each round, including reading the prompts, without compiling.
     seconds: list[float] = field(default_factory=list)
-    # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
+    # The number of forwards of the target after the prefill; for transformers, the prefill counts too.
     num_steps: int | None = None
     # `num_steps` summed over rows; a row counts only the steps in which it took part.
     num_row_steps: int | None = None
@@ -76,7 +77,7 @@ class Run:
     # "identical", "near ties", "rounding" or "different", as `results.MARKS` explains; None = sampled.
     greedy: str | None = None
     differences: list[GreedyDifference] = field(default_factory=list)
-    # The new tokens of each row in the observed run.
+    # The new tokens of each row in the run of `Comparison._observe`.
     tokens: list[list[int]] = field(default_factory=list)
 
 
@@ -113,7 +114,7 @@ class Comparison:
                 runs: list[Run] = []
                 for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
-                    # Use the seed of the first round, so that lengths and times belong to the same outputs.
+                    # Use the seed of the first timed round, so that step counts and times belong to the same outputs.
                     runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
                     self._observe(runs[-1], batch, seed)
                 if case.temperature == 0:

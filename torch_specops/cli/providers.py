@@ -38,14 +38,15 @@ class Provider:
     """One way to decode."""
 
     name: str
-    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, max_new_tokens, how to sample, and a seed.
+    # The arguments are input_ids [B, P] and attention_mask [B, P], padded on the left; max_new_tokens; sampling
+    # parameters; and a seed.
     decode: Callable[[Tensor, Tensor, int, SamplingParams, int], Answer]
     # The models that the provider calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
     # True = the provider takes one prompt at a time.
     single: bool = False
-    # True = the target's forwards also draft, so that their number is not the number of steps.
+    # True = some forwards of the target only draft, so the number of forwards is not the number of steps.
     drafts_with_target: bool = False
 
 
@@ -101,7 +102,7 @@ def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, op
         return Answer([output.new_tokens(row) for row in range(ids.shape[0])], output.stats)
 
     drafting = getattr(getattr(decoder.draft, "model", None), "model", None)
-    # With early exit, the drafting model may be the target itself. List it once.
+    # With early exit, the drafting model may be the target itself, which must be listed only once.
     modules = (target, drafting) if isinstance(drafting, nn.Module) and drafting is not target else (target,)
     return Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
 
@@ -117,7 +118,8 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
     """
     assistant = fields.get("assistant_model")
     modules = (target,) if assistant is None else (target, assistant)
-    # The last module always gets the assistant's config, because the target drafts for itself if there is no assistant.
+    # The last module drafts: it is the assistant, or the target if there is no assistant. So it gets
+    # `assistant_config`.
     configs = [{}, assistant_config][-len(modules) :]
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
@@ -126,7 +128,8 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
         if asked["do_sample"]:
             asked |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             asked["min_p"] = sampling.min_p or None
-        # Replace the configs, because `generate` reads from them all settings that its arguments leave out.
+        # Replace the generation configs, because `generate` takes from them every setting that is not among its
+        # arguments.
         for model, config in zip(modules, configs, strict=True):
             old = model.generation_config
             model.generation_config = type(old)(pad_token_id=old.pad_token_id or 0, **config)

@@ -29,7 +29,7 @@ COLUMNS = (
 # columns.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
-# Maps a verdict on the output to the mark after a row, and to the meaning of the mark.
+# For each verdict on an output: the mark at the end of its table row, and the meaning of the mark.
 MARKS = {
     "identical": ("=", "identical to plain greedy decoding"),
     "near ties": ("~", "identical but where two logits are closer than float32 rounding"),

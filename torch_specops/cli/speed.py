@@ -21,11 +21,12 @@ from .greedy import GreedyDifference, greedy_differences
 if TYPE_CHECKING:
     from ..hf import TransformersModel
 
-# The number of timed runs with the draft, and of those without it.
+# This many runs with the draft are timed, and as many without it.
 ROUNDS = 3
-# A trial of a number of threads takes at least this long.
+# Each trial of a number of threads lasts at least this long.
 TRIAL_SECONDS = 0.1
-# Pairs of neighbouring runs agree if the largest of their speed ratios is less than this times the smallest.
+# Each pair of runs gives a speed ratio. If the largest ratio is this many times the smallest, the machine is too busy
+# to compare speeds.
 AGREEMENT = 1.25
 
 Key = TypeVar("Key")

@@ -80,17 +80,18 @@ class Batch:
         self._logits = logits
         self._is_refilled = False
         self._pad_token_id = prompts.pad_token_id
-        # Sequences that were admitted by `fill`, each as a batch of one.
+        # The sequences that `fill` has admitted.
         self._texts = Texts()
-        # The common length of all rows if the target has not read the prompts, so that the next step must read them.
-        # None = the target has read them.
+        # None = the target has read the prompts. Otherwise the next step reads them, and this is the common length of
+        # all rows.
         self._prefill_length: int | None = None
         # Steps without drafts since the last step with drafts. The draft has not read the tokens of these steps.
         self._num_undrafted = 0
         # Whether the next step is compiled. Steps run eagerly while a request needs larger tensors than `state.ROOM`
         # allows.
         self._is_compiled = steps.compiled
-        # The results of the newest step, if `_masks` has read its record early: bitmasks depend on the newest tokens.
+        # Bitmasks depend on the newest tokens, so `_masks` may read a record early. The results wait here for
+        # `_collect`.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
         # Rows whose prompts came with encoder inputs or images.
@@ -115,7 +116,7 @@ class Batch:
         """
         steps, target, draft = self._steps, self._target, self._draft
         if draft is not None:
-            # Another decoder may have bound this draft to its target since the last call.
+            # Bind again, because another decoder may have bound this draft to its target since the last call.
             draft.bind(target)
         steps.follow_models()
         target.expect(steps.most_drafts + 1)
@@ -132,7 +133,7 @@ class Batch:
             read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)
             self._prefill_length = None
         else:
-            # An eager step reads prompts of equal length together with the first drafts, which saves a forward.
+            # Let the first step read prompts of equal length together with the drafts, which saves a forward.
             begin_texts(target, state.lengths)
             self._prefill_length = max(lengths)
         steps.compile_draft(is_compiled=self._is_compiled)
@@ -268,7 +269,7 @@ class Batch:
             if not is_compiled:
                 return planned
             if planned.asked.asks_again:
-                # The schedule may verify fewer drafts than were looked up, so the smallest step must be ready too.
+                # Compile the smallest step too, because the schedule may verify fewer drafts than are looked up.
                 self._prepare(min(steps.buckets), planned.is_masked)
             if not self._prepare(planned.num_draft_tokens, planned.is_masked):
                 return planned
@@ -302,7 +303,7 @@ class Batch:
             planned.caught_up = self._num_undrafted > 0
             self._catch_up()
         else:
-            # If all rows are too long for the draft, it need not read their tokens.
+            # Do not count steps in which all rows are too long for the draft, because it need not read their tokens.
             self._num_undrafted += not self._planner.is_outgrown
         may_choose = planned.asked.asks_again if is_compiled else not self._is_cuda
         plan = StepPlan(
@@ -358,7 +359,7 @@ class Batch:
         num_before = [len(row.tokens) for row in self.rows]
         for index, (then, row) in enumerate(zip(planned.rows, self.rows, strict=True)):
             if then is not row or row.ended:
-                # The host ended the sequence after it launched this step.
+                # Ignore the results of this row, because the host ended its sequence after the launch of this step.
                 tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
             else:
                 row.tokens += tokens[index]
@@ -380,7 +381,7 @@ class Batch:
             if self._batch_rules is not None:
                 row.num_released = min(row.num_released, self._batch_rules.num_asked)
             if self._batch_rules is not None or row.num_released - first != num_new[index]:
-                # A rule has cut tokens of this step, or has released tokens of earlier steps.
+                # Correct the counts: a rule has cut tokens of this step, or has released tokens of earlier steps.
                 self.stats.num_tokens += row.num_released - first - num_new[index]
                 tokens[index] = row.tokens[first : row.num_released]
             finished[index] = row.finished
@@ -393,7 +394,7 @@ class Batch:
                 self._draft.on_finished(self.state.tokens[ended], self.state.lengths[ended])
         return results
 
-    # Leave inference mode, because users may train on the output, which must not be inference tensors then.
+    # Leave inference mode: users may train on the output, and autograd refuses inference tensors.
     @torch.inference_mode(False)
     def output(self) -> GenerationOutput:
         """The sequences and statistics so far."""

@@ -67,7 +67,7 @@ class CompiledSteps:
         self._compile = compile
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
-        # The shapes and constants of the state for which pieces are compiled.
+        # The shapes and constants of the newest state. Pieces are compiled separately for each value.
         self._shape: Hashable = None
         # The graphs read and write the tensors of this state. The owner is the batch that uses it now.
         self._static: DecodeState | None = None
@@ -144,7 +144,7 @@ class CompiledSteps:
         self._owner = weakref.ref(owner)
         shape = shape_of(state), inputs
         if shape != self._shape:
-            # Wait for the newest step, then free the graphs' memory for the new batch.
+            # A step may still use the graphs, so wait before they are freed.
             self.synchronize()
             self._forget_graphs()
         if self._static is None or shape_of(self._static) != shape_of(state):
@@ -155,7 +155,7 @@ class CompiledSteps:
 
     def compile_draft(self, *, is_compiled: bool) -> None:
         """Tell a draft that compiles itself to compile for the current shapes, or to run eagerly."""
-        # Test this flag and not whether `compile` exists, because a source that is a module has `nn.Module.compile`.
+        # Test this flag and not whether a method `compile` exists, because every `nn.Module` has such a method.
         if self.draft is not None and self.draft.compiles_itself:
             # With `one_graph`, the draft is compiled as a part of the step.
             key = self._shape, self._compile_keys

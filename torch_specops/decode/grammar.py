@@ -13,7 +13,8 @@ from ..drafts import Draft
 from ..grammars import Grammar, num_words
 from .rows import Row
 
-# The largest number of forced tokens of a row in a step without a draft.
+# A step without a draft verifies at most this many forced tokens per row. A forced token is the only token that the
+# grammar allows.
 MAX_FORCED = 16
 
 # The grammars that sequences have used. The keys are ids, because a grammar may compare by value or not be hashable.

@@ -140,7 +140,7 @@ class Guard:
                 "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
                 "read; make another decoder for it (they may share transformers models)"
             )
-        # Claim only the models that the outer call has not claimed: a nested call may use others too.
+        # In a nested call, claim only the models that the outer call has not claimed.
         free = [use for use in uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
 

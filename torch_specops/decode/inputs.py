@@ -129,8 +129,8 @@ def read_prompts(
         pad_token_id = checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = target.pad_token_id
-    # Eos tokens and token 0 are suspects too: tokenizers often pad with them, even if the model's config has another
-    # pad token.
+    # Runs of eos tokens or of token 0 may be padding too: tokenizers often pad with them, even if the model's config
+    # has another pad token.
     suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
     if mask is None:
@@ -372,7 +372,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
     lengths = is_token.sum(1)
     if bool((lengths == 0).any()):
         raise ValueError(f"attention_mask: expected a token in every row, got none in row {int(lengths.argmin())}")
-    # The tokens of a row must be contiguous, so they begin only once: at the start of the row, or after padding.
+    # True at the first token of each run of tokens. A valid row has one run, because it has padding only at its ends.
     begins = is_token & ~torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     if bool((begins.sum(1) > 1).any()):
         row = int((begins.sum(1) > 1).long().argmax())
@@ -397,7 +397,7 @@ def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: 
     given = _as_python(value)
     values = _of_rows(name, "one number or", given, isinstance(given, list), batch)
     for number in values:
-        # Allow 31 bits only, so that sums of these numbers fit int64.
+        # Limit each number to 31 bits, so that sums of these numbers fit int64.
         checks.check_int(name, number, least, 2**31 - 1)
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 

@@ -234,7 +234,7 @@ class RecordReader:
         pinned = torch.empty(record.shape, dtype=record.dtype, device="cpu", pin_memory=True)
         pinned.copy_(record, non_blocking=True)
         event = torch.cuda.Event()
-        # The copy runs on a stream of the record's device, which need not be the current device.
+        # Record the event on the stream of the copy, because the record's device need not be the current device.
         event.record(torch.cuda.current_stream(record.device))
         self._queue.append((pinned, planned, event))
 

@@ -63,7 +63,7 @@ class TextPieces:
         arguments = {"skip_special_tokens": True} | decode_arguments
         self.stopped = False
         self._decode = partial(tokenizer.decode, **arguments)
-        # A processor contains a tokenizer.
+        # `tokenizer` may be a processor, which contains the tokenizer.
         inner = getattr(tokenizer, "tokenizer", tokenizer)
         of_tokenizers = getattr(inner, "id_to_token", lambda token: None)
         self._name_of = getattr(inner, "convert_ids_to_tokens", of_tokenizers)
@@ -94,7 +94,7 @@ class TextPieces:
         if _BYTE.fullmatch(self._name_of(token) or ""):
             self._in_bytes = True
         elif self._text != before:
-            # A token without text does not end a run of bytes.
+            # Only a token with text ends a run of byte tokens.
             self._in_bytes = False
         new = self._new_text()
         if any(stop in new for stop in self._stops):
@@ -142,6 +142,7 @@ class TextPieces:
             return
         tokens = self._tokens[len(self._tokens) // 2 :]
         text, waiting = self._decode(tokens), len(self._text) - len(self._given)
-        # An incomplete character has at most three bytes, so at least one of three characters begins in these tokens.
+        # If the first byte of an incomplete character is missing here, its other bytes give at most two U+FFFD. So a
+        # third character begins in these tokens.
         if self._text.endswith(text) and len(text) > max(waiting, 2):
             self._tokens, self._text, self._given = tokens, text, text[: len(text) - waiting]

@@ -128,7 +128,7 @@ class Planner:
         """How many drafts of each row to verify (`StepPlan.choose`)."""
         offered = num_proposed.tolist()
         if self._draft is None:
-            # Without a draft source, all drafts are forced tokens, which need no schedule.
+            # Without a draft source, all drafts are forced tokens, so verify all of them.
             return offered
         chosen = [offered[index] for index in step.active]
         if step.asked.asks_again:

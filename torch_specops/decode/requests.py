@@ -298,7 +298,7 @@ class Handle:
 
 
 def _set(future: asyncio.Future[None]) -> None:
-    # The task may have cancelled the future before the event loop calls this.
+    # The future may have been cancelled, with its task, before the event loop calls this function.
     if not future.done():
         future.set_result(None)
 

@@ -292,8 +292,8 @@ class Session:
                 else:
                     row = free.pop(0)
                     self._rows[row] = handle
-                # Remove the request last: after an interrupt before this line it is in both places, and `_close` ends
-                # it.
+                # Remove the request last: after an interrupt before this line it is in `_rows` and in `_waiting`, and
+                # `_close` ends it.
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue
@@ -353,7 +353,7 @@ class Session:
         self._batch.end(row, reason)
         self._end(handle, reason, error)
 
-    # Leave inference mode, because users may train on the output, which must not be inference tensors then.
+    # Leave inference mode: users may train on the output, and autograd refuses inference tensors.
     @torch.inference_mode(False)
     def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
         """Complete a request and free its row, unless it is already complete."""
@@ -416,16 +416,17 @@ def _completions_of(
         while True:
             for request in islice(remaining, max(session.num_free, 0)):
                 session.submit(request)
-            # The session is idle here only if `requests` has no more.
+            # If no request was left to submit and all rows are free, all requests are complete.
             if session.is_idle:
                 return
             try:
                 completions = session.step()
             except RuntimeError as error:
-                # The session is idle here only if an error within the step has ended all requests.
+                # If the session is idle now, the error came from within the step and has ended all requests.
                 if session.is_idle:
                     raise
-                # The guard has refused the step. Yield the error, because a generator that raises cannot continue.
+                # Otherwise the guard has refused the step. Yield the error, because a generator that raises cannot
+                # continue.
                 yield error
                 continue
             for completion in completions:

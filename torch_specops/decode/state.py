@@ -15,7 +15,7 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
 
-# Tensors [B, W] or [B, W, N] that grow along W, with the value of a slot that has no token.
+# Tensors [B, W] or [B, W, N] of a state, with the value of a slot that has no token. More capacity makes W larger.
 PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
 # Tensors [B] of `DecodeState`.
 PER_ROW = ("lengths", "limits", "finished", "failed", "seeds")
@@ -25,8 +25,8 @@ PER_ROW_SAMPLING = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
 # rows share the sum of words and pieces. While a request needs more, steps run eagerly, so that no step is compiled for
 # a single request.
 ROOM = {"eos": 8, "longest_ngram": 8, "words": 32, "pieces": 32}
-# Maps each name in ROOM to a size of a state. Maps `is_sampled` and each name in PER_ROW_SAMPLING to 1 if steps use it,
-# else to 0.
+# The sizes of a state: a size for each name in ROOM. `is_sampled` and the names in PER_ROW_SAMPLING have 1 if steps use
+# them, else 0.
 Sizes = dict[str, int]
 
 

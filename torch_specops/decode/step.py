@@ -283,7 +283,8 @@ def _commit(
     index = torch.arange(width, device=tokens.device)
     num_tokens = (tokens >= 0).sum(1)
     is_eos = (tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
-    # The -1 after the emitted tokens equals the padding of `eos`, but it comes too late to shorten the row.
+    # `eos` is padded with -1, which also follows the emitted tokens. A match there changes nothing, because it comes
+    # after all tokens.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, _room(state))
     count = torch.minimum(num_tokens, most)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from .rows import RowRule
 
-# Decoded before a token, to see the text that the token adds. transformers uses the same prefix.
+# A token is decoded after this prefix, as in transformers, to see which text the token adds.
 _PREFIX = "abcdef"
 # The token bytes of each tokenizer in use. `_lock` protects additions.
 _token_bytes: WeakKeyDictionary[Any, _TokenBytes] = WeakKeyDictionary()
@@ -43,7 +43,7 @@ def _find_strings(
     longest, ends = max(strings), []
     for text in texts:
         tail = newest = bytes_of(text[-1]) or b""
-        # A string of n bytes has at most n tokens, so older tokens need no look.
+        # A string of n bytes has at most n tokens, so it cannot contain older tokens.
         for token in reversed(text[-longest:-1]):
             before = bytes_of(token)
             if before is None or len(tail) >= longest + len(newest):
@@ -102,7 +102,7 @@ class _TokenBytes:
             return bytes(self._letters[letter] for letter in name)
         if self._has_named_bytes and re.fullmatch("<0x[0-9a-fA-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
-        # Decode the token after a prefix, because it may have another text at the beginning.
+        # Decode the token after other tokens, because it may give another text at the start.
         before = self._prefix or [name]
         text, start = tokenizer.convert_tokens_to_string([*before, name]), _PREFIX
         if start not in text:

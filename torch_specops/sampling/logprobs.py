@@ -46,7 +46,8 @@ def log_probabilities(
     if logprobs == "processed":
         is_greedy = (sampling.temperature == 0).unsqueeze(1)
         found = torch.where(is_greedy, 0.0, found)
-        # The distribution of a greedy row is one-hot, so its first token has probability 1.
+        # The distribution of a greedy row is one-hot: its most likely token has log-probability 0, all others have
+        # -inf.
         is_first = torch.arange(num_top, device=z.device) == 0
         one_hot = torch.where(is_first, 0.0, -math.inf).to(z.dtype)
         top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)

@@ -15,18 +15,18 @@ from .costs import DRAFT_COST, StepCosts
 # The time that drafts may lose in a batch, in steps: LOST_SHARE of the batch's steps, but at most LOAN + LATER_SHARE of
 # the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# Drafts may also lose what earlier drafts have gained, up to this many steps.
+# Drafts may also lose the time that earlier drafts have gained. At most this many steps of gains are kept.
 MOST_SAVED = 4.0
-# Drafts may also lose the reserve: the losses that earlier batches were allowed and did not make. It is FIRST_RESERVE
-# steps before the first batch, and at most LARGEST_RESERVE steps.
+# The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose it too. It begins
+# with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
 FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
 # For looked-up drafts, PRIORS[n] is the prior probability that a draft is right after a match of n tokens. The prior
 # weighs as much as WEIGHT drafts. The weight of earlier drafts decays by MEMORY with each draft.
 LONGEST = 20
 PRIORS = [0.1, 0.1, *(min(0.95, 0.4 + 0.08 * (length - 2)) for length in range(2, LONGEST + 1))]
 WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
-# A new sequence begins with a prior: its looked-up drafts have CAUTION times the odds above. This prior weighs as much
-# as PATIENCE drafts.
+# In a new sequence, the odds of looked-up drafts are multiplied by CAUTION. This prior weighs as much as PATIENCE
+# drafts of the sequence.
 PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
 # For other drafts: the prior probability that a draft is right, and the weight of this prior, in drafts.
 CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
@@ -93,7 +93,7 @@ class Auto(Schedule):
         # steps. `_reserved` is the reserve when the batch began.
         self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
-        # A step whose drafts were not judged yet, because costs were unknown, and its assumed cost.
+        # A step with drafts that ran before costs were known, and the cost that was assumed for it.
         self._unjudged: tuple[PastStep, float] | None = None
         # The sequences of the last plan, if it found that their drafts do not pay.
         self._declined: list[int] | None = None
@@ -119,7 +119,8 @@ class Auto(Schedule):
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # The first step may have drafts although costs are unknown, because the draft has no tokens to catch up with.
+        # The first step may have drafts although costs are unknown, because the draft has just read the prompts and
+        # need not catch up.
         is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
         if not costs.are_known and not is_first:
             return nothing
@@ -153,7 +154,8 @@ class Auto(Schedule):
         room = plain * buckets[-1] if step.is_compiled or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
-        # Compiled steps read the same number of drafts for all rows, so a draft need not pay for its cost alone.
+        # Compiled steps read the same number of drafts for all rows, so leaving out a single draft that does not pay
+        # saves nothing.
         least = -math.inf if step.is_compiled or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
         choices: list[_Choice] = []

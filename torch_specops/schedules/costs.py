@@ -19,9 +19,9 @@ WEIGHT_OF_SLOW_STEPS = 0.25
 LARGEST_SURPRISE = 2.0
 # Assumed before the first step with drafts: the fixed cost of a forward, in tokens, and the cost of a draft, in steps.
 FIXED_TOKENS, DRAFT_COST = 32, 0.25
-# The fit has a prior of no additional cost. This is its weight, in steps.
+# The fit begins with a prior of no additional cost, which weighs as much as this many steps.
 PRIOR_STEPS = 0.1
-# For each number of drafts, this many times of proposing them are kept.
+# The newest times of proposing are kept: this many for each number of drafts.
 NUM_DRAFTINGS = 8
 
 
@@ -53,9 +53,9 @@ class StepCosts:
         # Weighted sums of 1, x, x * x, y and x * y over steps with drafts, where x = (n - B) / B and y = cost - 1.
         self._sums = [0.0] * 5
         self._draftings: dict[int, deque[float]] = {}
-        # Pairs of a number of drafts and the cost of proposing them, in ascending order.
+        # Pairs (number of drafts, cost of proposing them), in ascending order.
         self._points: list[tuple[int, float]] = []
-        # Times that were measured before there was a unit. They are added once there is one.
+        # Times that were measured before the unit of cost. They wait here until there is a unit.
         self._first_drafting: tuple[int, float] | None = None
         self._first_step: tuple[int, int, float] | None = None
 
@@ -86,7 +86,7 @@ class StepCosts:
     def _next_most(self) -> int:
         if self.most_drafts > 0:
             return 3 * self.most_drafts + max(self._num_rows // 8, 1)
-        # Allow the first drafts to cost as much to read as to propose.
+        # Before the first drafts: allow as many drafts as are read in the time of proposing one draft.
         return max(self._num_rows // 8, int(self.of_drafting(1) / self._first_slope), 1)
 
     @property
