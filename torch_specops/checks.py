@@ -69,7 +69,7 @@ def check_int(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def check_bounds(alpha: float, beta: float) -> None:
-    """Check the bounds of the scores of `verify_sigmoid`."""
+    """Check alpha and beta, the bounds of the scores of `verify_sigmoid`."""
     # Within these bounds, 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), fit float32.
     if not (-1e36 < alpha < -1e-36):
         raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {alpha}")

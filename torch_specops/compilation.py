@@ -24,8 +24,8 @@ def choice(
     Args:
         wanted: True, False or "auto".
         num_steps: the number of eager steps that are done or certain to follow.
-        obstacle: the reason why a model cannot be compiled; None if all can.
-        drafts_vary: True = the number of drafts depends on the tokens so far.
+        obstacle: the reason why a model cannot be compiled; None = all models can be compiled.
+        drafts_vary: whether the number of drafts depends on the tokens so far.
 
     Raises:
         ValueError: another value of `wanted`; or True for a model that cannot be compiled.
@@ -74,7 +74,7 @@ def compile_errors_named() -> Iterator[None]:
     """Shorten errors of torch's compiler, which fill pages, to one line with the place and the reason.
 
     Raises:
-        RuntimeError: replaces the compiler's error, and has it as its cause.
+        RuntimeError: replaces the compiler's error, which is its `__cause__`.
     """
     try:
         yield
@@ -92,8 +92,8 @@ def compile_errors_named() -> Iterator[None]:
 
 
 def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`compile_piece`, but it compiles another copy when torch refuses one more graph. This can happen because each
-    value of an attribute, such as the scale of an adapter, needs a separate graph."""
+    """Like `compile_piece`, but when torch refuses another graph, the function is compiled again with a new limit. Each
+    value of an attribute, such as the scale of an adapter, needs a separate graph and may reach the limit."""
     piece = compile_piece(function)
 
     def call(*args: Any) -> Any:
@@ -110,7 +110,7 @@ def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledPieces:
-    """Functions that are compiled once per key. Each has one graph.
+    """Functions that are compiled once per key, each with one graph.
 
     A copy or an unpickled object is empty, because compiled code belongs to one process.
     """

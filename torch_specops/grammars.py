@@ -50,7 +50,7 @@ class Grammar(Protocol):
         Args:
             bitmask: [rows, ceil(V / 32)] int32 on the CPU; bit v % 32 of word v // 32 = token v may come next. Bits at
                 or above V are ignored.
-            row: the row to write, as a whole.
+            row: the row to write; all of its words are written.
         """
 
     def accept(self, token: int) -> bool:
@@ -58,7 +58,7 @@ class Grammar(Protocol):
         may be an eos token; then the sequence ends."""
 
     def rollback(self, count: int) -> None:
-        """Undo the newest `count` accepted tokens, >= 0."""
+        """Undo the newest accepted tokens; `count` >= 0 is their number."""
 
 
 def xgrammar(compiled_grammar: Any) -> Grammar:

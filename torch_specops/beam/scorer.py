@@ -100,8 +100,8 @@ class BeamScorer:
         return parents.gather(1, best), tokens.gather(1, best)
 
     def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; in rows that failed, of
-        the running beams."""
+        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams. Rows that failed give
+        their running beams instead."""
         self._update(
             self.failed,
             finished_tokens=self.tokens,

@@ -34,7 +34,8 @@ class BeamOutput(GenerationOutput):
     number of levels per round, and `num_accepted` counts the drafted levels that contained all of the target's beams.
 
     Args:
-        scores: [B * R] float32, the summed log-probability of the new tokens / their number ** length_penalty.
+        scores: [B * R] float32, the summed log-probability of the new tokens, divided by (number of new tokens) **
+            length_penalty.
     """
 
     scores: Tensor
@@ -74,8 +75,8 @@ def beam_search(
             forwards are wider.
         attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
         max_new_tokens: the most tokens to emit, one number or [B], >= 1.
-        num_draft_tokens: K >= 0, levels drafted per round.
-        length_penalty: finished beams are compared by score / number of new tokens ** length_penalty.
+        num_draft_tokens: the number of levels drafted per round, K >= 0.
+        length_penalty: finished beams are compared by score / (number of new tokens) ** length_penalty.
         early_stopping: when the search ends for a prompt with w finished beams. True = at once. False = when the best
             running beam, at its current length, scores no better than the worst finished beam. "never" = when it could
             not score better at any length.
@@ -86,8 +87,8 @@ def beam_search(
         inputs: the inputs of the target's encoder, by name, as in `SpeculativeDecoder.generate`.
 
     Returns:
-        `BeamOutput`. A prompt without any continuation of finite score returns its running beams as they are, with an
-        entry in `errors` and a warning.
+        `BeamOutput`. If no continuation of a prompt has a finite score, its running beams are returned as they are,
+        with an entry in `errors` and a warning.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; a draft that is not a model; a model that cannot read a tree.

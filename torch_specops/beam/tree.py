@@ -1,6 +1,6 @@
 """The tree of beams that beam search keeps in one row of a cache.
 
-Each token that was read is a node with its own slot in the row's cache, and each beam has the set of slots of its
+Each token that was read is a node with a separate slot in the row's cache. Each beam has the set of slots of its
 tokens. Reordering beams reorders only these sets; keys and values never move. A slot that no beam sees is free.
 """
 
@@ -41,7 +41,7 @@ class BeamTree:
             positions.
         lengths: [B] int64 >= 1.
         num_beams: w, the number of beams.
-        num_slots: S, the number of slots per row.
+        num_slots: the number of slots per row, S.
 
     Attributes:
         tokens: [B, w] int64, the newest token of each beam, which has not been read.

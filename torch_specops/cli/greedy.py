@@ -35,7 +35,7 @@ class GreedyDifference:
 
 
 def worst_of(differences: Sequence[GreedyDifference]) -> GreedyDifference:
-    """The difference that exceeds its rounding bound most."""
+    """The difference with the largest logit gap, relative to its rounding bound."""
     return max(differences, key=lambda difference: difference.logit_gap / difference.rounding_bound)
 
 
@@ -61,8 +61,7 @@ def check_greedy(
 ) -> list[GreedyDifference]:
     """Decode greedily with one token per forward and without the ops, and compare each token with `output_tokens`.
 
-    After a difference, the check continues with the token of `output_tokens`, so that every token is checked after the
-    tokens that really come before it.
+    After a difference, the check continues from `output_tokens`, so that every token is checked in its real context.
 
     Args:
         input_ids: [1, P] int64, the prompt.

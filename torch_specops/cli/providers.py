@@ -44,9 +44,9 @@ class Provider:
     # The models that the provider calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
-    # True = the provider takes one prompt at a time.
+    # Whether the provider takes only one prompt at a time.
     single: bool = False
-    # True = some forwards of the target only draft, so the number of forwards is not the number of steps.
+    # Whether some forwards of the target only draft. If so, the number of forwards is not the number of steps.
     drafts_with_target: bool = False
 
 
@@ -79,8 +79,8 @@ def make_providers(
 
 
 def refusal(provider: Provider) -> str | None:
-    """The reason why transformers refuses every prompt of this provider; None if it does not. For example, assisted
-    generation takes no model that keeps a recurrent state."""
+    """The reason why transformers refuses every prompt of this provider, or None. For example, assisted generation
+    takes no model that keeps a recurrent state."""
     device = next(provider.modules[0].parameters()).device
     token = torch.ones(1, 1, dtype=torch.int64, device=device)
     try:

@@ -85,8 +85,8 @@ def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds per token with the draft and without it. The i-th run with the draft and the i-th run without it were
-    neighbours in time."""
+    """Seconds per token with the draft and without it. The i-th run with the draft and the i-th run without it ran one
+    after the other."""
 
     with_draft: Sequence[float]
     without_draft: Sequence[float]
@@ -101,7 +101,8 @@ class Speeds:
         return max(self._ratios) < 1
 
     def verdict(self) -> str:
-        """A sentence about the speed. It calls one way faster only if all pairs of neighbours agree."""
+        """A sentence about the speed. It calls decoding with the draft faster or slower only if all pairs of runs
+        agree."""
         least, most = min(self._ratios), max(self._ratios)
         fastest = f"{min(self.without_draft) / min(self.with_draft):.2f} times as fast"
         shown = f"{least:.2f} to {most:.2f} in {len(self._ratios)} pairs of runs"
@@ -117,8 +118,8 @@ class Speeds:
 def compare_speeds(
     target: TransformersModel, decoder: SpeculativeDecoder, input_ids: Tensor, tokens: Sequence[int]
 ) -> tuple[Speeds | None, list[GreedyDifference]]:
-    """Decode the decoder's greedy output again, with the draft and without it in turns. A turn without the draft is a
-    part of `check_greedy`. The prefill is not timed.
+    """Decode the decoder's greedy output again, with the draft and without it in turns. A turn without the draft runs
+    the next part of `greedy_differences`. The prefill is not timed.
 
     Args:
         decoder: it must have run before, so that the costs of a first call are not timed.

@@ -51,7 +51,7 @@ class Batch:
         prompts: the first sequences. A row that is finished from the start is free.
         capacity: the number of slots of each row.
         batch_rules: rules that look at all rows together and may end them; None = no such rules.
-        logits: receives the target's logits; None = nobody needs them.
+        logits: receives the target's logits; None = they are not needed.
 
     Attributes:
         rows: the sequences.
@@ -112,7 +112,7 @@ class Batch:
         """Prefill the models.
 
         Args:
-            reads_first: True = the target reads the prompts here; False = it may read them in the first step.
+            reads_first: whether the target must read the prompts here. Otherwise it may read them in the first step.
         """
         steps, target, draft = self._steps, self._target, self._draft
         if draft is not None:
@@ -289,7 +289,7 @@ class Batch:
         return True
 
     def _catch_up(self) -> None:
-        """Let the draft read the tokens of the steps without drafts, which it has not read."""
+        """Let the draft read the tokens that steps without drafts have emitted."""
         state, draft = self.state, self._draft
         if draft is not None and self._num_undrafted > 0:
             draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
@@ -323,8 +323,8 @@ class Batch:
         self._prefill_length = None
 
     def _collect(self) -> RowResults | None:
-        """The results of the oldest step that was launched and not yet collected. None = on CUDA, the host reads them
-        one step later."""
+        """The results of the oldest step that was launched and not yet collected. On CUDA, None if this is the newest
+        step, because the host reads results one step late."""
         results, self._read_early = self._read_early, None
         if results is None and (read := self._reader.pop()) is not None:
             results = self._read(*read)
@@ -425,7 +425,7 @@ class Batch:
 
 
 def _keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
-    """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
+    """Tell the target which hidden states to keep: those that the draft reads. Returns whether the target keeps any."""
     if draft is not None and draft.feature_layers:
         feature_model(target).keep_features(draft.feature_layers)
         return True

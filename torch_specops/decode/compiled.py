@@ -92,7 +92,7 @@ class CompiledSteps:
         be compiled.
 
         Args:
-            num_new_tokens: the most new tokens of a row in the next batch.
+            num_new_tokens: the largest number of new tokens of a row in the next batch.
         """
         models = models_of(self.target, self.draft)
         obstacle = next((why for model in models if (why := model.not_compiled)), None)
@@ -118,8 +118,8 @@ class CompiledSteps:
 
     @property
     def max_forced(self) -> int:
-        """The largest number of forced tokens of a row in an eager step without a draft. It is 0 for other steps, where
-        forced tokens only replace drafts."""
+        """The largest number of forced tokens of a row in an eager step without a draft. For other steps it is 0: they
+        have no forced tokens beyond their K drafts."""
         return MAX_FORCED if self.draft is None and not self.compiled else 0
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:

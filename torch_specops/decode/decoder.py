@@ -495,9 +495,9 @@ class SpeculativeDecoder:
 
 
 class _Steps(Iterator[Step]):
-    """Iterates over the steps of a batch. If the guard refuses a call of `next`, the following call continues; a
-    generator would have ended. Any other error and any interrupt end the stream, because they may leave a step
-    incomplete."""
+    """Iterates over the steps of a batch. If the guard refuses a call of `next`, a later call continues the stream.
+    This is not a generator, because a generator ends when it raises. Any other error and any interrupt end the stream,
+    because they may leave a step incomplete."""
 
     def __init__(self, guard: Guard, batch: Batch, stream: Stream) -> None:
         self._guard = guard

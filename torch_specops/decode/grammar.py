@@ -73,8 +73,8 @@ def masks_of(
     Args:
         rows: the B rows of the batch.
         drafts: the drafts of each row; tokens from the first outside [0, V) on are ignored.
-        vocab_size: V, the size of the logits.
-        deterministic: True = the drafts were not sampled.
+        vocab_size: the size of the logits, V.
+        deterministic: whether the drafts come from a deterministic source, without sampling.
         max_drafts: the largest number of drafts of a row, including forced tokens.
         width: K; None = the largest number of drafts of any row.
 

@@ -49,8 +49,8 @@ def capture(
     """Capture a function call. Returns the graph and the result of the call. Each replay writes the tensors of the
     result."""
     graph = torch.cuda.CUDAGraph()
-    # By default torch would capture on a stream of the device that captured first, and refuse CUDA calls of other
-    # threads.
+    # Pass the stream and the error mode: by default torch captures on a stream of the device that captured first, and
+    # refuses CUDA calls of other threads.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         return graph, function(*arguments)
 

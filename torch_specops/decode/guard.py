@@ -62,7 +62,7 @@ class Guard:
         """Bind the draft to the target before any call. Other streams that use the draft will prefill again.
 
         Raises:
-            ValueError: a model would be read in two places.
+            ValueError: a model with one cache would be used in two places.
             RuntimeError: as in `working`, but for the draft alone.
         """
         check_read_once(self._parts[0], draft)
@@ -87,8 +87,8 @@ class Guard:
         return has_changed
 
     def look(self) -> RuntimeError | None:
-        """Call `look_at` before sequences begin. Called outside `computing`, because it chooses the mode of
-        `computing`."""
+        """Let the models adapt to changes (`look_at`) before sequences begin. Called outside `computing`, because it
+        chooses the mode of `computing`."""
         misfit = look_at(*self._parts)
         # Read the device once for all steps, because a model searches its parameters for it.
         self._device = self._parts[0].device
@@ -96,8 +96,8 @@ class Guard:
         return misfit
 
     def look_for_call(self) -> None:
-        """Call `look` before a call begins. If a model has changed, other streams will prefill again, even if this call
-        is refused."""
+        """Run `look` when the user calls a method. If a model has changed, other streams will prefill again, even if
+        this call is refused."""
         before = versions_of(*self._parts)
         try:
             self.look()
@@ -108,8 +108,9 @@ class Guard:
 
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
-        """`working` for a step or a prefill: without gradients (`mode_of`) and under the stream's autocast. The
-        target's device is made the current device, because Triton launches kernels on the current device."""
+        """Claim the models, like `working`, for a step or a prefill. It runs without gradients (`mode_of`) and under
+        the stream's autocast. The target's device is made the current device, because Triton launches kernels on the
+        current device."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self.working(), self._in_step(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield

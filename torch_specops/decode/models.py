@@ -14,7 +14,7 @@ from ..models.base import LanguageModel, Part
 
 
 def models_of(*parts: Part | None) -> list[Part]:
-    """All models and drafts among these parts and inside them. Each part comes after the parts inside it."""
+    """These models and drafts, and the models and drafts inside them. Each part comes after the parts inside it."""
     found: list[Part] = []
     for part in parts:
         if part is not None:

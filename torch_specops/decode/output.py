@@ -112,8 +112,8 @@ class GenerationStats:
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Accepted drafts / verified drafts for each position of a draft in its step. The rates are not conditional on
-        the drafts before."""
+        """Accepted drafts / verified drafts for each position of a draft in its step. A draft after a rejected draft
+        counts as verified and not accepted."""
         return [
             accepted / proposed if proposed else 0.0
             for accepted, proposed in zip(self.accepted_at, self.proposed_at, strict=True)
@@ -121,7 +121,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens of all rows per second of stepping."""
+        """Emitted tokens of all rows / `seconds`."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     def add(self, num_tokens: list[int], num_accepted: list[int], num_proposed: list[int]) -> None:

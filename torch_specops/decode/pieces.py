@@ -85,7 +85,7 @@ class TextPieces:
         self._in_bytes = False
 
     def push(self, token: int) -> str:
-        """Add a token. Returns the text that it makes certain, which is often empty."""
+        """Add a token. Returns the text that became certain with it, which is often empty."""
         token = int(token)
         if self.stopped or token in self._without_text:
             return ""
@@ -129,7 +129,7 @@ class TextPieces:
         return self._text[: max(length, 0)]
 
     def _new_text(self) -> str:
-        """The text that was not returned yet, certain or not. It is separated from the prompt as in
+        """All text that was not returned yet, even if later tokens may change it. It is separated from the prompt as in
         `GenerationOutput.texts`."""
         if self._num_prompt and not self._text.startswith(self._given):
             return self._decode(self._tokens[self._num_prompt :])
@@ -142,7 +142,7 @@ class TextPieces:
             return
         tokens = self._tokens[len(self._tokens) // 2 :]
         text, waiting = self._decode(tokens), len(self._text) - len(self._given)
-        # If the first byte of an incomplete character is missing here, its other bytes give at most two U+FFFD. So a
-        # third character begins in these tokens.
+        # A character may have begun in the older tokens and still be incomplete. Its bytes in the newer tokens give at
+        # most two U+FFFD, so require a third character, which must begin in the newer tokens.
         if self._text.endswith(text) and len(text) > max(waiting, 2):
             self._tokens, self._text, self._given = tokens, text, text[: len(text) - waiting]

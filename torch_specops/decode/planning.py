@@ -23,7 +23,7 @@ class PlannedStep:
         asked: the argument of the last call of `Schedule.plan` for this step.
         counts: the numbers of drafts that the schedule chose for the active rows.
         is_masked: whether a row has a grammar.
-        num_draft_tokens: K.
+        num_draft_tokens: the number of drafts per row, K.
         drafts: the draft tokens [B, K]; None = the schedule did not see them.
         seconds, draft_seconds, caught_up: as in `PastStep`.
     """

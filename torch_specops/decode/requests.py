@@ -291,7 +291,7 @@ class Handle:
             self._changed.notify_all()
             for future, place in list(self._futures.items()):
                 if self.done or len(self.new_tokens) > place:
-                    # A closed event loop raises, but no task waits in it.
+                    # Ignore the error of a closed event loop, because no task waits in it.
                     with suppress(RuntimeError):
                         future.get_loop().call_soon_threadsafe(_set, future)
                     del self._futures[future]

@@ -28,7 +28,7 @@ class Row:
         eos: the tokens that end the sequence.
         rules: called for every new token, in order.
         grammar: restricts the new tokens, and has accepted all tokens so far.
-        ended: True = the sequence gets no more tokens.
+        ended: whether the sequence gets no more tokens.
         reason, error: why the sequence ended; set once all of its tokens are released.
         tokens: the new tokens.
         num_released: how many new tokens are final, so that no rule can cut them.
@@ -117,7 +117,7 @@ class BatchRules:
         self._pad_token_id = pad_token_id
 
     def ask(self, rows: Sequence[Row]) -> set[int]:
-        """Call the rules for all new tokens that every row has. Returns the rows that the rules cut."""
+        """Call the rules for each new token that all unfinished rows have. Returns the rows that the rules cut."""
         cuts = set()
         while self.num_asked < _num_known(rows):
             place, self.num_asked = self.num_asked, self.num_asked + 1

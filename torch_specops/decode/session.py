@@ -425,8 +425,8 @@ def _completions_of(
                 # If the session is idle now, the error came from within the step and has ended all requests.
                 if session.is_idle:
                     raise
-                # Otherwise the guard has refused the step. Yield the error, because a generator that raises cannot
-                # continue.
+                # The guard has refused the step, so the session goes on. Yield the error, because a generator that
+                # raises cannot continue.
                 yield error
                 continue
             for completion in completions:

@@ -143,7 +143,7 @@ class Texts:
         self._is_fitted, self._sizes = False, {}
 
     def end(self, rows: Iterable[int]) -> None:
-        """Forget the sequences of these rows. The next state has no room for their sampling parameters."""
+        """Forget the sequences of these rows, so that the next state leaves out their sampling parameters."""
         for row in rows:
             if self._texts.pop(row, None) is not None:
                 self._is_fitted = False

@@ -36,9 +36,9 @@ class StepPlan:
     """The settings of a step.
 
     Args:
-        num_draft_tokens: K.
-        is_compiled: True = all rows have the same number of drafts, padding included, and the target has read the
-            prompts.
+        num_draft_tokens: the number of drafts per row, K.
+        is_compiled: whether the step is compiled. If so, all rows have the same number of drafts, padding included, and
+            the target has read the prompts.
         masks: asks the grammars after drafting and before verification; None = no row has a grammar.
         choose: on a CPU, chooses how many drafts of each row to verify. An eager step then reads no padding. A compiled
             step verifies the largest chosen number in all rows, and a compiled step of that size must be ready. None =
@@ -123,7 +123,8 @@ class Verifier:
         if self.op == "gumbel":
             return verify_gumbel(target_logits, draft.tokens, *numbers, temperature, **filters)
         if draft.tokens.shape[1] == 0:
-            # Without drafts these ops only draw from the target's distribution, and `sample` does that with less work.
+            # Without drafts, all verify ops only draw from the target's distribution, and `sample` does that with less
+            # work.
             tokens, _ = sample(target_logits[:, 0], numbers[1], temperature, **filters)
             return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
@@ -188,7 +189,7 @@ def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int]
 
 def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -> tuple[Draft, Tensor]:
     """Replace drafts outside the vocabulary or beyond the row's limit by -1 (padding). In deterministic drafts, also
-    replace the target's `undrafted` tokens. Returns the drafts, and the number of drafts before the first padding of
+    replace the tokens in `target.undrafted`. Returns the drafts, and the number of drafts before the first padding of
     each row [B]."""
     tokens, room = proposal.tokens, _room(state)
     if tokens.shape[1] == 0:
@@ -230,7 +231,8 @@ def _read_drafts(
         # to the newest token's slot.
         unread = torch.cat([unread, torch.where(drafts < 0, unread[:, -1:], drafts)], 1)
     if plan.choose is not None and plan.prefill_length is None and unread.shape[0] > 1 and target.reads_rows:
-        # Fill the logits of skipped positions, because processors and `on_logits` get them too and may not handle NaN.
+        # Set the logits of skipped positions to 0, because processors and `on_logits` get them too and may not handle
+        # NaN.
         is_filled = plan.on_logits is not None or state.sampling.processors is not None
         logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
     else:

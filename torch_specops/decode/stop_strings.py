@@ -56,7 +56,8 @@ def _find_strings(
 
 
 def letters_of_bytes() -> dict[str, int]:
-    """Maps the letters in the names of GPT-2's tokens to bytes. Unprintable bytes have other letters."""
+    """Maps each letter in the names of GPT-2's tokens to the byte that it stands for. Most printable bytes stand for
+    themselves; the other bytes have letters from U+0100 on."""
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in own)
     return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -147,9 +147,9 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
-        """The sampling of transformers' `generate` with a `GenerationConfig`: do_sample, temperature, top_k, top_p,
-        min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words_ids, suppress_tokens, and the entries
-        of sequence_bias that are single tokens or -inf.
+        """Make the parameters with which transformers' `generate` would sample. These fields of a `GenerationConfig`
+        are read: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
+        bad_words_ids, suppress_tokens, and the entries of sequence_bias that are single tokens or -inf.
 
         Without `do_sample`, decoding is greedy and ignores temperature and filters. A None in the config stands for
         transformers' default, such as a temperature of 1 or a top_k of 50. Lengths, stop strings and special tokens are
@@ -180,7 +180,7 @@ class SamplingParams:
         eos: Tensor | None = None,
         vocab_size: int | None = None,
     ) -> SamplingTensors:
-        """The tensors of a step for a batch of this size.
+        """Convert the parameters to tensors for a batch of this size.
 
         Args:
             prompt_lengths: [batch] int64, which processors need.
@@ -247,7 +247,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """`SamplingParams` of a batch as a step takes them, on its device. A field that no row uses is None.
+    """The sampling parameters of a batch, as tensors on its device. A field that no row uses is None.
 
     Args:
         temperature: [B] float32, >= 0; 0 = greedy.
@@ -279,7 +279,7 @@ class SamplingTensors:
         Args:
             logits: [B, 1, V], before processors.
             numbers: [B], uniforms; if `coupled`, the seeds of the rows.
-            text: as in `process`; None = there are no processors.
+            text: as in `process`; None if there are no processors.
             lengths: [B, 1] int64, the sequences' lengths, drafts before this token included.
 
         Returns:

@@ -1,8 +1,7 @@
 """Processors change the logits of a position according to the tokens before it.
 
 Position i of a step follows the sequence and the drafts before i, so each position is processed for different tokens.
-If those drafts are accepted, they are part of the output, and only logits processed with them have the right
-distribution.
+Accepted drafts become part of the output, so the logits after them must be processed as if the drafts were accepted.
 
 A call does not wait for the device, and no shape depends on data, except in eager steps on a CPU.
 """
@@ -138,10 +137,10 @@ class Processors:
         logits.index_put_((rows.unsqueeze(1), index, last.clamp(min=0).unsqueeze(1)), biases, accumulate=True)
 
     def _ends_ngram(self, size: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """[B, n, W] bool: whether the token at this index of `text` would repeat an n-gram as the next token. This is
-        so if the `size` - 1 tokens before the index equal the last `size` - 1 tokens of the sequence. Stretches of 1,
-        2, 4, ... tokens are numbered, and equal stretches get equal numbers. Two stretches, which may overlap, cover
-        `size` - 1 tokens, so the cost grows with the logarithm of `size`."""
+        """[B, n, W] bool: whether the token at this index of `text` would repeat an n-gram if it came next. It would if
+        the `size` - 1 tokens before the index equal the last `size` - 1 tokens of the sequence. Stretches of 1, 2, 4,
+        ... tokens are numbered, and equal stretches get equal numbers. Two stretches, which may overlap, cover `size` -
+        1 tokens, so the cost grows with the logarithm of `size`."""
         width = text.shape[1]
         num_before = (size - 1).clamp(0, width).unsqueeze(1)
         names = chosen = text
@@ -169,7 +168,7 @@ def count_words(processors: AnyProcessors | None) -> tuple[int, int]:
 
 
 def joined_words(texts: Mapping[int, AnyProcessors | None], num_words: int, num_pieces: int) -> dict[str, Tensor]:
-    """Join the words of several rows to the tensors of one batch. The processors of each row are those of a batch of
+    """Join the words of several rows into the tensors of one batch. The processors of each row are those of a batch of
     one, on the CPU."""
     words = torch.tensor([0, -1, 0], device="cpu").repeat(num_words, 1)
     pieces = torch.zeros(num_pieces, 3, dtype=torch.int64, device="cpu")

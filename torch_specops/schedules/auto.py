@@ -44,20 +44,20 @@ class Auto(Schedule):
     right: for looked-up drafts by match length and place in the step, for other drafts by sequence. New tokens show
     whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
 
-    If finished rows are refilled (sessions, `generate_many`), an accepted draft saves its share of a step. Otherwise
-    the batch ends with its slowest row, and only drafts of the rows that end last save time. Such drafts save less in
-    larger batches, where the slowest row falls further below the mean by chance.
+    If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
+    step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
+    drafts save less in larger batches, where the slowest row falls further below the mean by chance.
 
     After every step the schedule estimates how much time drafts have lost so far, compared with decoding without
     drafts. A step may have drafts only if this loss would stay below 1.65 % of the batch's time even if all of these
-    drafts are wrong. (If the batch ends early, the bound is 1.65 % of the time to its limit.) A batch may also lose the
-    losses that earlier batches were allowed and did not make, up to two steps, and the gains of earlier batches, up to
-    four steps. A step that takes longer than expected may exceed the bound once.
+    drafts are wrong. (If the batch ends early, the bound is 1.65 % of the time to its limit.) A batch may also lose
+    time that earlier batches were allowed to lose and did not lose, up to two steps, and time that drafts gained in
+    earlier batches, up to four steps. A step that takes longer than expected may exceed the bound once.
 
     Costs and probabilities are kept from batch to batch, except the probabilities of single sequences.
 
     Args:
-        num_draft_tokens: K >= 1, the largest number of drafts of a row.
+        num_draft_tokens: the largest number of drafts of a row, K >= 1.
         buckets: the values of K of compiled steps, from 0 to K; None = 0, 1, 2, 3, 5, 8, 12, 20 as far as they are
             below K, and K.
 
@@ -89,8 +89,8 @@ class Auto(Schedule):
 
     def reset(self) -> None:
         self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE + MOST_SAVED)
-        # `_account` is the time that drafts have gained so far, in steps without drafts. `_elapsed` is the number of
-        # steps. `_reserved` is the reserve when the batch began.
+        # `_account` is the time that drafts have gained so far, in units of a step without drafts. `_elapsed` is the
+        # number of steps. `_reserved` is the reserve when the batch began.
         self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
         # A step with drafts that ran before costs were known, and the cost that was assumed for it.
@@ -112,8 +112,8 @@ class Auto(Schedule):
         rooms = step.at_most(self.buckets[-1])
         steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        # An earlier batch that ended before its limit may have lost more than its share. The reserve is negative then,
-        # and this batch pays the debt.
+        # `purse` is the time that drafts may lose in this step, in steps. An earlier batch that ended before its limit
+        # may have lost more than its share. The reserve is negative then, and this batch pays the debt.
         purse = self._account + max(allowance + min(self._reserved, 0.0), self._reserved)
         if not any(rooms) or purse <= 0:
             return nothing
@@ -229,7 +229,7 @@ class Auto(Schedule):
                     share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
 
     def _cost(self, step: PastStep, costs: StepCosts) -> float:
-        """The cost of a step's drafts, in steps without drafts."""
+        """The cost of a step's drafts, in units of a step without drafts."""
         plain, read = self._tokens_read(step)
         drafting = step.caught_up * costs.of_drafting(1)
         return drafting + costs.extra(plain, read if step.seconds else plain, step.num_draft_tokens)
@@ -245,7 +245,7 @@ class Auto(Schedule):
         self._reserve.num_steps += gain
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
-        """The time that a step's accepted drafts saved, in steps without drafts."""
+        """The time that a step's accepted drafts saved, in units of a step without drafts."""
         plain, base, per_token = _without_drafts(step, costs)
         if step.is_refilled:
             return base * sum(accepted) / len(accepted)
@@ -288,8 +288,8 @@ class Auto(Schedule):
     def _savings(
         self, step: NextStep, reached: list[list[float]], base: float, per_token: float
     ) -> tuple[list[float], list[float]]:
-        """For each sequence: its share in the end of the batch, and the time that an accepted draft saves, in steps
-        without drafts."""
+        """For each sequence: its weight in the time at which the batch ends, and the time that an accepted draft saves,
+        in units of a step without drafts."""
         num_texts = len(reached)
         if step.is_refilled or num_texts == 1:
             return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
@@ -325,8 +325,8 @@ def _without_drafts(step: NextStep, costs: StepCosts) -> tuple[int, float, float
 
 @dataclass
 class _Share:
-    """The number of drafts that were right, and the number that was expected to be right, or of all drafts. Newer
-    drafts weigh more."""
+    """The number of drafts that were right, and the number with which it is compared: all drafts, or those that were
+    expected to be right. Newer drafts weigh more."""
 
     right: float = 0.0
     expected: float = 0.0
@@ -344,7 +344,7 @@ class _Reserve:
 
 
 class _Choice(NamedTuple):
-    """A candidate plan: verify the first `num_offers` offers, up to `level` drafts per row.
+    """A candidate plan: verify the first `num_offers` of the drafts on offer, at most `level` per row.
 
     Args:
         gain: the expected gain, in steps.
@@ -365,7 +365,7 @@ class _Luck:
     largest of n standard normals, within 0.08 from n = 2 to 64.
 
     Args:
-        shares: the share of each sequence in the end of the batch; n is 1 / the sum of their squares.
+        shares: the weight of each sequence in the time at which the batch ends; n is 1 / the sum of their squares.
         left: the number of tokens until the end of the longest sequence; 0 = no sequence waits for another.
     """
 

@@ -19,12 +19,12 @@ class NextStep:
         texts: an identifier of each sequence, which is the same in all of its steps.
         rooms: the largest number of drafts that each sequence can use.
         left: the number of tokens until the limit of each sequence.
-        num_rows: B, finished rows included.
-        is_compiled: True = a compiled step: all rows get the largest planned number, rounded to a bucket.
-        is_refilled: True = finished rows get new sequences, so that no sequence waits for another.
-        looks_up: True = drafts are looked up in tokens, and cost no forward.
-        asks_again: True = the planned drafts will be looked up, and `plan` will be called again with `offered`.
-        reads_prompts: True = the target reads the prompts in this step, which is not timed.
+        num_rows: the number of rows, finished rows included.
+        is_compiled: whether the step is compiled. If so, all rows get the largest planned number, rounded to a bucket.
+        is_refilled: whether finished rows get new sequences, so that no sequence waits for another.
+        looks_up: whether drafts are looked up in tokens, so that they cost no forward.
+        asks_again: whether the planned drafts are looked up, and `plan` is then called again with `offered`.
+        reads_prompts: whether the target also reads the prompts in this step. Such a step is not timed.
         offered: the number of drafts found for each sequence; None = not known yet.
         matches: the match length of each sequence's drafts (`Draft.matches`); None = not known.
     """
@@ -62,7 +62,7 @@ class PastStep:
         right: the number of these drafts that were right, up to the first wrong draft.
         seconds: the time in which the target read and verified the drafts; None = not measured.
         draft_seconds: the time of proposing, if `seconds` does not include it.
-        caught_up: True = the draft also read the tokens of earlier steps without drafts, in one more forward.
+        caught_up: whether the draft also read the tokens of earlier steps without drafts, in one more forward.
     """
 
     planned: NextStep
@@ -103,7 +103,7 @@ class Schedule(ABC):
 
     def begin(self) -> Schedule:
         """Return the schedule of a new batch: a shallow copy of this one, after `reset`. Each batch has a copy, because
-        batches may take turns. Batches share objects that are changed in place, but not attributes that are
+        batches may take turns. The copies share objects that are changed in place, but not attributes that are
         assigned."""
         own = copy(self)
         own.reset()

@@ -33,7 +33,7 @@ class StepCosts:
     Captured steps need no fit, because their times are exact.
 
     Args:
-        num_rows: B.
+        num_rows: the number of rows, B.
         draft_cost: the assumed cost of proposing a draft per row, until it is timed.
 
     Attributes:
@@ -77,8 +77,8 @@ class StepCosts:
         self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
 
     def room(self, purse: float) -> int:
-        """The largest number of drafts that the next step may read. It exceeds the largest number so far only
-        gradually, and only as far as the purse can pay."""
+        """The largest number of drafts that the next step may read. It grows gradually, and the drafts beyond the
+        largest number so far must cost no more than `purse`, the time that drafts may lose."""
         more = min(self._next_most, int(purse / self._most_each))
         return max(more, self.most_drafts, 1)
 

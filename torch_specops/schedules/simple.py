@@ -10,7 +10,7 @@ class Constant(Schedule):
     """The same K in every step.
 
     Args:
-        num_draft_tokens: K >= 0.
+        num_draft_tokens: the number of drafts, K >= 0.
 
     Examples:
         >>> from torch_specops.schedules import Constant, NextStep
