@@ -160,9 +160,9 @@ class _Matcher:
         words = num_words(self._vocab_size)
         if bitmask.shape[1] != words:
             # Use a temporary mask, because the libraries accept no other number of words.
-            own = torch.zeros(1, words, dtype=torch.int32, device="cpu")
-            self.fill_bitmask(own, 0)
-            bitmask[row, :words] = own[0, : bitmask.shape[1]]
+            temporary = torch.zeros(1, words, dtype=torch.int32, device="cpu")
+            self.fill_bitmask(temporary, 0)
+            bitmask[row, :words] = temporary[0, : bitmask.shape[1]]
             bitmask[row, words:] = 0
             return
         self._matcher.fill_next_token_bitmask(bitmask, row)

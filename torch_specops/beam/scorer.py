@@ -145,9 +145,9 @@ class BeamScorer:
 
 def _penalties(longest: int, length_penalty: float) -> Tensor:
     """[longest + 1] float32, the divisor of a beam's score for each length."""
-    values = (torch.arange(longest + 1, dtype=torch.float64, device="cpu").clamp(min=1) ** length_penalty).float()
-    if not bool((values.isfinite() & (values > 0)).all()):
+    divisors = (torch.arange(longest + 1, dtype=torch.float64, device="cpu").clamp(min=1) ** length_penalty).float()
+    if not bool((divisors.isfinite() & (divisors > 0)).all()):
         raise ValueError(
             f"length_penalty: expected {longest} to its power within float32, got a length penalty of {length_penalty}"
         )
-    return values
+    return divisors

@@ -145,19 +145,19 @@ def bench(
             num_draft_tokens = default_num_draft_tokens(models.draft)
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
-        for question, own in zip(questions, tokens, strict=True):
+        for question, prompt_tokens in zip(questions, tokens, strict=True):
             # Check the length here, because transformers would continue beyond the model's last position.
-            if models.target.max_length is not None and len(own) + max_new_tokens > models.target.max_length:
+            if models.target.max_length is not None and len(prompt_tokens) + max_new_tokens > models.target.max_length:
                 raise ValueError(
                     f"{question.place}: expected a prompt and new tokens within the {models.target.max_length} that "
-                    f"the target reads, got {len(own)} + {max_new_tokens}"
+                    f"the target reads, got {len(prompt_tokens)} + {max_new_tokens}"
                 )
-            categories.setdefault(question.category, []).append(own)
+            categories.setdefault(question.category, []).append(prompt_tokens)
         cases = [
-            Case(_batches(own, size)[: None if by_category else 1], sampling, name)
+            Case(_batches(category_tokens, size)[: None if by_category else 1], sampling, name)
             for sampling in samplings
             for size in sizes
-            for name, own in categories.items()
+            for name, category_tokens in categories.items()
         ]
         # Do not use "auto" on a CPU, because it might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
@@ -186,13 +186,13 @@ def bench(
 
         def show() -> None:
             runs, comparison.runs = comparison.runs, []
-            own, together = results.as_results(runs), results.as_results(results.totals(runs))
-            if own and by_category:
-                results.print_categories(console, own, together)
-            elif own:
-                results.print_providers(console, own)
-            records.extend(own)
-            total.extend(together)
+            new_records, new_totals = results.as_results(runs), results.as_results(results.totals(runs))
+            if new_records and by_category:
+                results.print_categories(console, new_records, new_totals)
+            elif new_records:
+                results.print_providers(console, new_records)
+            records.extend(new_records)
+            total.extend(new_totals)
 
         ended_by = _run(console, comparison, show)
         interrupted = isinstance(ended_by, KeyboardInterrupt)

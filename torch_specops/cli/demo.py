@@ -228,11 +228,11 @@ def _comparison(
 ) -> str:
     if not differences:
         return f"identical to plain greedy decoding ({num_tokens} tokens)"
-    found = f"{len(differences)} of {num_tokens} tokens"
+    extent = f"{len(differences)} of {num_tokens} tokens"
     worst = worst_of(differences).describe(decode_text)
     if verdict(differences) == "near ties":
-        return f"identical to plain greedy decoding but for near ties at {found}: {worst}"
-    return f"DIFFERENT from plain greedy decoding at {found}; the worst: {worst}"
+        return f"identical to plain greedy decoding but for near ties at {extent}: {worst}"
+    return f"DIFFERENT from plain greedy decoding at {extent}; the worst: {worst}"
 
 
 def printable(text: str) -> str:

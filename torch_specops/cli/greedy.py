@@ -67,7 +67,8 @@ def check_greedy(
         input_ids: [1, P] int64, the prompt.
         row: stored in the differences.
     """
-    return [found for found in greedy_differences(target, input_ids, output_tokens, row) if found is not None]
+    differences = greedy_differences(target, input_ids, output_tokens, row)
+    return [difference for difference in differences if difference is not None]
 
 
 @torch.inference_mode()

@@ -131,8 +131,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         # transformers drafts exactly one token with each MTP layer, so it can be compared only if K is the number of
         # layers.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
-        own = MTP.from_pretrained(target)
-        return Models(target, own, lambda count: {"use_mtp": True} if count == depth else None)
+        mtp = MTP.from_pretrained(target)
+        return Models(target, mtp, lambda count: {"use_mtp": True} if count == depth else None)
     smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
     return Models(target, smaller, lambda count: {"assistant_model": smaller})
 

@@ -100,10 +100,10 @@ def compute_on(device: str, threads: int | None) -> torch.device:
         torch.set_num_threads(threads)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    found = torch.device(device)
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: torch finds {torch.cuda.device_count()} CUDA devices, so there is no {device!r}")
-    return found
+    return torch_device
 
 
 @contextmanager

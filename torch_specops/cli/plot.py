@@ -54,11 +54,11 @@ def plot_categories(records: Sequence[Record], file: Path) -> None:
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize="medium")
         same = (each for each in records if (each["temperature"], each["batch_size"]) == (temperature, size))
         for ways in by_category(same):
-            own, assisted = ways[-1], fastest(ways, (ASSISTED,))
-            left = categories.index(own["category"]) + index * width - 0.4
+            specops, assisted = ways[-1], fastest(ways, (ASSISTED,))
+            left = categories.index(specops["category"]) + index * width - 0.4
             colour = colormaps["viridis"]((index + 0.5) / len(sizes))
             bar = {"width": 0.9 * width, "align": "edge", "color": colour, "zorder": 2}
-            legend[f"batch {size}"] = panel.bar(left, own["speedup_over_undrafted"], **bar)
+            legend[f"batch {size}"] = panel.bar(left, specops["speedup_over_undrafted"], **bar)
             if assisted is not None:
                 height = assisted["speedup_over_undrafted"]
                 line = panel.hlines(height, left, left + 0.9 * width, color="black", linewidth=2, zorder=3)

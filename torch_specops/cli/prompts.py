@@ -41,14 +41,14 @@ def read_questions(path: Path) -> list[Question]:
 def _question(line: str, place: str) -> Question:
     expected = f"{place}: expected "
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{expected}JSON, got {line[:40]!r} ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f'{expected}an object such as {{"category": "math", "turns": ["2 + 2?"]}}, got {line[:40]!r}')
-    if "turns" not in found:
-        raise ValueError(f"{expected}the field 'turns', got {', '.join(map(repr, found)) or 'none'}")
-    turns, category = found["turns"], found.get("category", ALL)
+    if "turns" not in fields:
+        raise ValueError(f"{expected}the field 'turns', got {', '.join(map(repr, fields)) or 'none'}")
+    turns, category = fields["turns"], fields.get("category", ALL)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{expected}'turns' to be a list of texts, none of them empty, got {json.dumps(turns)[:40]}")
     # Refuse control characters in the name, because tables print it and a terminal would obey them.

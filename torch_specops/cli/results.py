@@ -66,7 +66,7 @@ def as_results(runs: Sequence[Run]) -> list[Record]:
         case.setdefault(run.provider.name, []).append(run)
     results = []
     for case in cases.values():
-        records = [_record(own) for own in case.values()]
+        records = [_record(provider_runs) for provider_runs in case.values()]
         for key, names in (
             ("speedup", (GENERATE,)),
             ("speedup_over_assisted", (ASSISTED,)),
@@ -123,8 +123,8 @@ def worst_verdict(verdicts: Iterable[str | None]) -> str | None:
 
 
 def fastest(records: Sequence[Record], names: tuple[str, ...]) -> Record | None:
-    found = [record for record in records if record["provider"].startswith(names)]
-    return max(found, key=lambda record: record["tokens_per_second"], default=None)
+    candidates = [record for record in records if record["provider"].startswith(names)]
+    return max(candidates, key=lambda record: record["tokens_per_second"], default=None)
 
 
 def by_category(results: Iterable[Record]) -> list[list[Record]]:
@@ -181,16 +181,16 @@ def _print_drafting(console: Console, ways: Sequence[tuple[str, Record]]) -> Non
 
 def _category_cells(ways: Sequence[Record], places: Sequence[int]) -> list[str]:
     # The last provider is this package with its draft.
-    undrafted, assisted, own = fastest(ways, UNDRAFTED), fastest(ways, (ASSISTED,)), ways[-1]
+    undrafted, assisted, specops = fastest(ways, UNDRAFTED), fastest(ways, (ASSISTED,)), ways[-1]
     assert undrafted is not None
-    name, letter = own["category"], "s" if undrafted["provider"].startswith(PLAIN) else "t"
-    (speed, length), rates = _speed_and_length(own), own["acceptance_rate_per_position"]
+    name, letter = specops["category"], "s" if undrafted["provider"].startswith(PLAIN) else "t"
+    (speed, length), rates = _speed_and_length(specops), specops["acceptance_rate_per_position"]
     return [
         name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 2] + "..",
         f"{undrafted['tokens_per_second']:.1f} {letter}",
         *_speed_and_length(assisted),
         speed,
-        f"{own['speedup_over_undrafted']:.2f}",
+        f"{specops['speedup_over_undrafted']:.2f}",
         length,
         *(f"{100 * rates[place - 1]:.0f}" if place <= len(rates) else "-" for place in places),
         MARKS[worst_verdict(way["greedy"] for way in ways)][0],
@@ -207,9 +207,9 @@ def _speed_and_length(way: Record | None) -> tuple[str, str]:
 def print_legend(console: Console, legend: str, results: Sequence[Record], totals: Sequence[Record]) -> None:
     """Print the meaning of the columns and marks, and the times of compiling."""
     console.print(f"\n{legend}")
-    found = {result["greedy"] for result in results}
+    verdicts = {result["greedy"] for result in results}
     for verdict, meaning in MARKS.items():
-        if verdict in found:
+        if verdict in verdicts:
             console.print(": ".join(filter(None, meaning)))
     for result in totals or results:
         if result["compile_seconds"]:

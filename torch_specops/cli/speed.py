@@ -130,7 +130,7 @@ def compare_speeds(
 
     # Use an adapter with a separate cache, so that runs of the decoder do not change it.
     checked = greedy_differences(language_model(target.model), input_ids, tokens)
-    found = list(islice(checked, 1))
+    differences = list(islice(checked, 1))
     part = (len(tokens) - 1) // ROUNDS
 
     def with_draft(index: int) -> float:
@@ -142,11 +142,11 @@ def compare_speeds(
 
     def without_draft(index: int) -> float:
         started = time.perf_counter()
-        found.extend(islice(checked, part))
+        differences.extend(islice(checked, part))
         return (time.perf_counter() - started) / part
 
     speeds = None
     if part > 0 and len(tokens) > 1 + max(decoder.schedule.buckets):
         speeds = Speeds(*take_turns({"with": with_draft, "without": without_draft}, ROUNDS).values())
-    found.extend(checked)
-    return speeds, [each for each in found if each is not None]
+    differences.extend(checked)
+    return speeds, [difference for difference in differences if difference is not None]

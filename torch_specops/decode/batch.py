@@ -236,9 +236,9 @@ class Batch:
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
         """Copy log-probabilities of a row's new tokens to tensors [n] and [n, N], if the batch computes them."""
         state, row = self.state, self.rows[index]
-        for copy, kept in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
-            if kept is not None:
-                copy.copy_(kept[index, len(row.prompt) : row.length])
+        for copy, computed in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
+            if computed is not None:
+                copy.copy_(computed[index, len(row.prompt) : row.length])
 
     def step(self) -> Step:
         """Launch a step. Returns the oldest step that has not been returned yet."""

@@ -84,8 +84,8 @@ class CompiledSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickle neither the CUDA graphs, which belong to this process, nor the state, which belongs to a batch.
-        own: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
-        return vars(self) | own | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
+        emptied: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
+        return vars(self) | emptied | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
 
     def choose_compile(self, num_new_tokens: float) -> None:
         """Decide whether to compile, and record the reason. Compiled steps stay compiled unless a model can no longer
@@ -180,10 +180,10 @@ class CompiledSteps:
         parts = [self.target] if self.draft is None else [self.target, self.draft]
         tensors = static_tensors_of(*parts)
         static = [part for tensor in tensors or () for part in parts_of(tensor)]
-        found = [*(tensors_of(self._static).values() if self._static is not None else ()), *static]
-        if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
+        in_use = [*(tensors_of(self._static).values() if self._static is not None else ()), *static]
+        if tensors is None or [t.data_ptr() for t in in_use] != [t.data_ptr() for t in self._captured]:
             self._forget_graphs()
-        self._captured = found
+        self._captured = in_use
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()

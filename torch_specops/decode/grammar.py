@@ -81,7 +81,7 @@ def masks_of(
     Returns:
         The drafts [B, K] int64, padded with -1, and the bitmask [B, K + 1, ceil(V / 32)] int32. Both are on the CPU.
     """
-    chosen = [list(own) for own in drafts]
+    chosen = [list(row_drafts) for row_drafts in drafts]
     size = max([max_drafts, *map(len, chosen)]) + 1
     bitmask = torch.full((len(rows), size, num_words(vocab_size)), -1, dtype=torch.int32, device="cpu")
     for index, row in enumerate(rows):
@@ -90,7 +90,8 @@ def masks_of(
             walk = _Walk(row, row.grammar, bitmask[index], vocab_size)
             chosen[index] = walk.drafts(chosen[index][:most], most, deterministic)
     width = max(map(len, chosen)) if width is None else width
-    tokens = torch.tensor([own + [-1] * (width - len(own)) for own in chosen], dtype=torch.int64, device="cpu")
+    padded = [row_drafts + [-1] * (width - len(row_drafts)) for row_drafts in chosen]
+    tokens = torch.tensor(padded, dtype=torch.int64, device="cpu")
     return tokens.view(len(rows), width), bitmask[:, : width + 1]
 
 
@@ -135,30 +136,30 @@ class _Walk:
 
     def drafts(self, drafts: list[int], most: int, deterministic: bool) -> list[int]:
         """The drafts to verify, at most `most` of them."""
-        kept: list[int] = []
+        verified: list[int] = []
         num_accepted = 0
         try:
             if not self._row.tokens and _is_used(self._grammar):
                 raise _Contradiction(_USED)
             while True:
-                self._fill(len(kept))
-                draft = drafts[len(kept)] if len(kept) < len(drafts) else -1
+                self._fill(len(verified))
+                draft = drafts[len(verified)] if len(verified) < len(drafts) else -1
                 is_token = 0 <= draft < self._vocab_size
-                if not (is_token and self._allows(len(kept), draft)):
+                if not (is_token and self._allows(len(verified), draft)):
                     if not deterministic:
-                        return [*kept, draft] if is_token else kept
-                    drafts, draft = [], self._only_token(len(kept))
-                    if draft < 0 or len(kept) == most:
-                        return kept
-                kept.append(draft)
+                        return [*verified, draft] if is_token else verified
+                    drafts, draft = [], self._only_token(len(verified))
+                    if draft < 0 or len(verified) == most:
+                        return verified
+                verified.append(draft)
                 if draft in self._row.eos:
-                    return kept
+                    return verified
                 if not self._grammar.accept(draft):
                     raise _Contradiction(f"refuses token {draft}, which its mask allows,")
                 num_accepted += 1
         except Exception as error:
-            self._end(len(kept), error)
-            return kept
+            self._end(len(verified), error)
+            return verified
         except BaseException:
             # An interrupt may have left the grammar in the middle of a change, so no other call may use it.
             _mark_used(self._grammar)

@@ -37,8 +37,8 @@ class CapturedStep:
             self.propose.replay()
         if masks is not None and self.proposal is not None:
             chosen, bitmask = masks(self.proposal)
-            for own, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):
-                own.copy_(new)
+            for static, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):
+                static.copy_(new)
         self.verify.replay()
         return self.record
 

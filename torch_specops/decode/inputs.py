@@ -75,7 +75,7 @@ class Prompts:
     def rows(self) -> list[Row]:
         """The `Row` objects, in which the host keeps the sequences."""
         state = self.state
-        of_rows = (each.tolist() for each in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
+        of_rows = (tensor.tolist() for tensor in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
         return [
             Row(tokens[:length], limit, eos, rules, grammar, ended, "length" if ended else None)
             for tokens, length, limit, eos, ended, rules, grammar in zip(
@@ -225,7 +225,7 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
     given = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     is_per_row = bool(given) and not any(isinstance(each, str) for each in given)
     rules: dict[tuple[str, ...], list[RowRule]] = {(): []}
-    found = []
+    rules_of_rows = []
     for row in _of_rows("stop_strings", "strings for all rows, or for each of", given, is_per_row, batch):
         strings = tuple(row) if isinstance(row, Sequence) and not isinstance(row, str) else (row,)
         if not all(isinstance(string, str) and string for string in strings):
@@ -236,8 +236,8 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
                     f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(tokenizer)}"
                 )
             rules[strings] = [stop_string_rule(tokenizer, strings)]
-        found.append(rules[strings])
-    return found
+        rules_of_rows.append(rules[strings])
+    return rules_of_rows
 
 
 def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
@@ -246,10 +246,10 @@ def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
     rows = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given] * batch
     if len(rows) != batch:
         raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
-    own = [each for each in rows if each is not None]
-    for each in own:
-        check_grammar(each)
-    if len(set(map(id, own))) < len(own):
+    used = [row_grammar for row_grammar in rows if row_grammar is not None]
+    for row_grammar in used:
+        check_grammar(row_grammar)
+    if len(set(map(id, used))) < len(used):
         raise ValueError(f"grammar: it is the state of one text; expected one for each of {batch} rows, got one twice")
     return rows
 
@@ -353,9 +353,9 @@ def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Shift prompts that are padded on either side to index 0. Returns tokens [B, P] and lengths [B]."""
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
-        found = getattr(input_ids, "dtype", type(input_ids))
+        kind = getattr(input_ids, "dtype", type(input_ids))
         expected = 'an int64 tensor [B, P] or a list of prompts, as tokenizer(texts)["input_ids"]'
-        raise TypeError(f"input_ids: expected {expected}, got {found}")
+        raise TypeError(f"input_ids: expected {expected}, got {kind}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids: expected [B, P] with B, P >= 1, got shape {list(input_ids.shape)}")
     input_ids = input_ids.cpu()
@@ -409,9 +409,9 @@ def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
     is_per_row = isinstance(given, list) and any(isinstance(item, list) for item in given)
     rows = []
     for row in _of_rows("eos_token_id", "tokens for all rows, or for each of", given, is_per_row, batch):
-        own = row if isinstance(row, list) else [row]
-        for token in own:
+        row_eos = row if isinstance(row, list) else [row]
+        for token in row_eos:
             checks.check_int("eos_token_id", token, 0)
-        rows.append(list(dict.fromkeys(own)))
+        rows.append(list(dict.fromkeys(row_eos)))
     width = max(max(len(row) for row in rows), 1)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64, device="cpu")

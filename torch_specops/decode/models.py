@@ -15,11 +15,11 @@ from ..models.base import LanguageModel, Part
 
 def models_of(*parts: Part | None) -> list[Part]:
     """These models and drafts, and the models and drafts inside them. Each part comes after the parts inside it."""
-    found: list[Part] = []
+    models: list[Part] = []
     for part in parts:
         if part is not None:
-            found += [*models_of(*part.inside), part]
-    return found
+            models += [*models_of(*part.inside), part]
+    return models
 
 
 def versions_of(*parts: Part | None) -> list[Hashable]:
@@ -101,7 +101,7 @@ def evaluating(*parts: Part | None) -> Iterator[None]:
     After an error, also restore whether gradients are enabled. Transformers models are not affected: their adapters run
     a copy."""
     modules = [model for model in models_of(*parts) if isinstance(model, nn.Module)]
-    training = [module for own in modules for module in own.modules() if module.training]
+    training = [module for model in modules for module in model.modules() if module.training]
     has_gradients = torch.is_grad_enabled()
     try:
         try:

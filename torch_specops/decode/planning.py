@@ -117,7 +117,7 @@ class Planner:
         schedule = self._schedule
         counts, limits = list(schedule.plan(asked)), asked.at_most(max(schedule.buckets))
         are_numbers = len(counts) == len(limits) and all(map(checks.is_int, counts))
-        if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
+        if not are_numbers or any(not 0 <= count <= most for count, most in zip(counts, limits, strict=True)):
             raise ValueError(
                 f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
                 f"got {counts}"
@@ -168,8 +168,8 @@ class Planner:
             new = [tokens[index] if step.rows[index].grammar is None else [] for index in step.active]
             known = list(map(min, step.asked.offered, map(len, new)))
             right = [
-                next((place for place in range(count) if drafts[place] != own[place]), count)
-                for count, own, drafts in zip(known, new, (step.drafts[index] for index in step.active), strict=True)
+                next((place for place in range(count) if drafts[place] != tail[place]), count)
+                for count, tail, drafts in zip(known, new, (step.drafts[index] for index in step.active), strict=True)
             ]
         self._schedule.learn(
             PastStep(

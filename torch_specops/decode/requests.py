@@ -337,9 +337,9 @@ def largest(requests: Collection[Any]) -> tuple[int, int]:
     Invalid requests are skipped."""
     longest = total = 0
     for request in requests:
-        given = request if isinstance(request, Request) else Request(request)
+        full_request = request if isinstance(request, Request) else Request(request)
         with suppress(TypeError, ValueError, OverflowError):
-            length, new = len(given.input_ids), int(given.max_new_tokens)
+            length, new = len(full_request.input_ids), int(full_request.max_new_tokens)
             checks.check_int("max_new_tokens", new, 0, 2**31 - 1)
             longest, total = max(longest, length + new), total + new
     return longest, total

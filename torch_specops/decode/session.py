@@ -110,11 +110,11 @@ class Session:
         Raises:
             RuntimeError: the session is closed.
         """
-        given = request if isinstance(request, Request) else Request(request)
+        full_request = request if isinstance(request, Request) else Request(request)
         target = self._steps.target
         prompt: Prompts | str
         try:
-            prompt = read_request(given, target, self._sampling, self._logprobs, self._top_logprobs)
+            prompt = read_request(full_request, target, self._sampling, self._logprobs, self._top_logprobs)
             check_room(target, int(prompt.state.limits), self._max_length)
             self._steps.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -126,9 +126,9 @@ class Session:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
             handles = [handle for handle in [*self._rows, *self._waiting] if handle is not None]
-            if given.grammar is not None and any(given.grammar is handle.grammar for handle in handles):
+            if full_request.grammar is not None and any(full_request.grammar is handle.grammar for handle in handles):
                 prompt = "grammar: it is the state of one text, and another request has it"
-            handle = Handle(self._num_submitted, prompt, given.max_time, self._cancel)
+            handle = Handle(self._num_submitted, prompt, full_request.max_time, self._cancel)
             self._num_submitted += 1
             self._waiting.append(handle)
             self._changed.notify_all()

@@ -101,9 +101,9 @@ def moved(state: DecodeState, device: torch.device, capacity: int) -> DecodeStat
 
 def copy_state(old: DecodeState, new: DecodeState) -> None:
     """Copy `new` into the tensors of `old`, which has the same shape."""
-    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
-        if own is not value:
-            own.copy_(value)
+    for old_tensor, new_tensor in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
+        if old_tensor is not new_tensor:
+            old_tensor.copy_(new_tensor)
 
 
 def shape_of(state: DecodeState) -> Hashable:
@@ -135,10 +135,10 @@ class Texts:
             for name in PER_ROW:
                 getattr(state, name)[row] = getattr(text, name)[0]
             for name, free in PER_SLOT.items():
-                whole, own = getattr(state, name), getattr(text, name)
-                if whole is not None:
-                    whole[row] = free
-                    whole[row, : own.shape[1]] = own[0]
+                all_rows, new_row = getattr(state, name), getattr(text, name)
+                if all_rows is not None:
+                    all_rows[row] = free
+                    all_rows[row, : new_row.shape[1]] = new_row[0]
         self._texts |= texts
         self._is_fitted, self._sizes = False, {}
 

@@ -88,9 +88,9 @@ class Verifier:
         checks.check_fraction("lenience", self.lenience)
         checks.check_fraction("argmax_lenience", self.argmax_lenience)
         for name, op in numbers.items():
-            given, default = getattr(self, name), getattr(Verifier, name)
-            if given != default and self.op != op:
-                raise ValueError(f"{name}: only verify={op!r} has it; expected {default}, got {given} with {self.op!r}")
+            value, default = getattr(self, name), getattr(Verifier, name)
+            if value != default and self.op != op:
+                raise ValueError(f"{name}: only verify={op!r} has it; expected {default}, got {value} with {self.op!r}")
         if self.op not in ("exact", "block", "gumbel", "sigmoid"):
             raise ValueError(f"verify: expected 'exact', 'block', 'gumbel' or 'sigmoid', got {self.op!r}")
 
@@ -299,13 +299,13 @@ def _commit(
     state.tokens.scatter_(1, slots, torch.where(is_emitted, tokens, state.tokens.gather(1, slots)))
     if logprobs is not None:
         wanted = state.logprobs, state.top_tokens, state.top_values
-        for kept, new, nothing in zip(wanted, logprobs, (math.nan, -1, math.nan), strict=True):
-            if kept is not None:
+        for stored, new, nothing in zip(wanted, logprobs, (math.nan, -1, math.nan), strict=True):
+            if stored is not None:
                 # Top log-probabilities have one more dimension, so expand the indices.
                 places, is_new = slots, is_emitted
                 if new.dim() == 3:
                     places, is_new = (each.unsqueeze(2).expand_as(new) for each in (slots, is_emitted))
-                kept.scatter_(1, places, torch.where(is_new, new, nothing))
+                stored.scatter_(1, places, torch.where(is_new, new, nothing))
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))

@@ -50,17 +50,17 @@ def _find_strings(
                 break
             tail = before + tail
         places = range(len(tail) - len(newest) + 1, len(tail) + 1)
-        found = (tail[end - size : end] in own for end in places for size, own in strings.items() if size <= end)
-        ends.append(any(found))
+        matches = (tail[end - size : end] in group for end in places for size, group in strings.items() if size <= end)
+        ends.append(any(matches))
     return ends
 
 
 def letters_of_bytes() -> dict[str, int]:
     """Maps each letter in the names of GPT-2's tokens to the byte that it stands for. Most printable bytes stand for
     themselves; the other bytes have letters from U+0100 on."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in own)
-    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class _TokenBytes:
@@ -89,14 +89,14 @@ class _TokenBytes:
     def of(self, tokenizer: Any, token: int) -> bytes | None:
         """The bytes that a token adds. None if the tokenizer does not have the token, or if the token changes the text
         before it."""
-        found = self._known.get(token)
-        if found is None:
+        added = self._known.get(token)
+        if added is None:
             name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
-            found = None if name is None else self._read(tokenizer, name)
+            added = None if name is None else self._read(tokenizer, name)
             # Do not store None, because the tokenizer may get this token later.
-            if found is not None:
-                self._known[token] = found
-        return found
+            if added is not None:
+                self._known[token] = added
+        return added
 
     def _read(self, tokenizer: Any, name: str) -> bytes | None:
         if self._letters and all(letter in self._letters for letter in name):

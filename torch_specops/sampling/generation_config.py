@@ -51,8 +51,8 @@ def values_of(config: Any) -> dict[str, Any]:
     # Skip negative tokens, as transformers does: some configs contain -1.
     biases |= {token: -math.inf for token in getattr(config, "suppress_tokens", None) or () if token >= 0}
     defaults = TAKEN | (TAKEN_IF_SAMPLED if config.do_sample else {})
-    given = {name: getattr(config, name, None) for name in defaults}
-    taken = {name: defaults[name] if value is None else value for name, value in given.items()}
+    configured = {name: getattr(config, name, None) for name in defaults}
+    taken = {name: defaults[name] if value is None else value for name, value in configured.items()}
     if not config.do_sample:
         taken["temperature"] = 0.0
     words = (*(getattr(config, "bad_words_ids", None) or ()), *(list(key) for key in longer))

@@ -40,18 +40,18 @@ def log_probabilities(
     largest = torch.finfo(torch.float32).max
     z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
     lse = z.logsumexp(2, keepdim=True)
-    found = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
+    of_tokens = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
     top_tokens = _most_likely(z, num_top)
     top_values = z.gather(2, top_tokens) - lse
     if logprobs == "processed":
         is_greedy = (sampling.temperature == 0).unsqueeze(1)
-        found = torch.where(is_greedy, 0.0, found)
+        of_tokens = torch.where(is_greedy, 0.0, of_tokens)
         # The distribution of a greedy row is one-hot: its most likely token has log-probability 0, all others have
         # -inf.
         is_first = torch.arange(num_top, device=z.device) == 0
         one_hot = torch.where(is_first, 0.0, -math.inf).to(z.dtype)
         top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
-    return LogProbabilities(found, top_tokens, top_values)
+    return LogProbabilities(of_tokens, top_tokens, top_values)
 
 
 def _most_likely(z: Tensor, count: int) -> Tensor:

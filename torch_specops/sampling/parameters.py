@@ -130,12 +130,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, field in _NUMBERS.items():
-            given = getattr(self, name)
-            values = _as_tensor(name, given)
+            value = getattr(self, name)
+            values = _as_tensor(name, value)
             if field.dtype == torch.int64 and values.is_floating_point():
-                raise TypeError(f"{name}: expected an integer or one per sequence, got {given!r}")
+                raise TypeError(f"{name}: expected an integer or one per sequence, got {value!r}")
             if not bool(field.is_right(values).all()):
-                raise ValueError(f"{name}: expected {field.expected}, got {given}")
+                raise ValueError(f"{name}: expected {field.expected}, got {value}")
         biases: Any = self.logit_bias if _is_sequence(self.logit_bias) else [self.logit_bias]
         for bias in biases:
             _check_bias({} if bias is None else bias)

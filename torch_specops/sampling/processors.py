@@ -104,8 +104,8 @@ class Processors:
             # counts, whose logit is written anyway.
             counts = is_before & (index >= ignored.view(-1, 1, 1))
             tokens = torch.where(counts, every, text.gather(1, ignored.unsqueeze(1)).unsqueeze(1))
-            found = logits.gather(2, tokens)
-            _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
+            old = logits.gather(2, tokens)
+            _write(logits, tokens, torch.where(old < 0, old * penalty, old / penalty))
         if self.presence_penalty is not None:
             # A position that is not new takes the first new token, whose logit is written anyway. If there is no new
             # token, the penalty is 0 and no logit changes.
@@ -127,8 +127,8 @@ class Processors:
         (rows, last, until), (word, back, token) = self.words.unbind(1), self.pieces.unbind(1)
         ends = lengths[rows]
         places = ends[word] - back.unsqueeze(1)
-        found = text[rows[word].unsqueeze(1), places.clamp(0, text.shape[1] - 1)]
-        differs = (back > 0).unsqueeze(1) & ((places < 0) | (found != token.unsqueeze(1)))
+        actual = text[rows[word].unsqueeze(1), places.clamp(0, text.shape[1] - 1)]
+        differs = (back > 0).unsqueeze(1) & ((places < 0) | (actual != token.unsqueeze(1)))
         num_different = torch.zeros_like(ends).index_add_(0, word, differs.long())
         is_early = ends - self.prompt_lengths[rows].unsqueeze(1) < until.unsqueeze(1)
         counts = (num_different == 0) & is_early & (last >= 0).unsqueeze(1)
@@ -175,14 +175,14 @@ def joined_words(texts: Mapping[int, AnyProcessors | None], num_words: int, num_
     biases = torch.zeros(num_words, dtype=torch.float32, device="cpu")
     word = piece = 0
     for row, own in texts.items():
-        own_words, own_pieces = count_words(own)
+        num_row_words, num_row_pieces = count_words(own)
         if isinstance(own, Processors) and own.words is not None and own.pieces is not None and own.biases is not None:
-            words[word : word + own_words] = own.words[:own_words]
-            words[word : word + own_words, 0] = row
-            biases[word : word + own_words] = own.biases[:own_words]
-            pieces[piece : piece + own_pieces] = own.pieces[:own_pieces]
-            pieces[piece : piece + own_pieces, 0] += word
-            word, piece = word + own_words, piece + own_pieces
+            words[word : word + num_row_words] = own.words[:num_row_words]
+            words[word : word + num_row_words, 0] = row
+            biases[word : word + num_row_words] = own.biases[:num_row_words]
+            pieces[piece : piece + num_row_pieces] = own.pieces[:num_row_pieces]
+            pieces[piece : piece + num_row_pieces, 0] += word
+            word, piece = word + num_row_words, piece + num_row_pieces
     return {"words": words, "biases": biases, "pieces": pieces}
 
 

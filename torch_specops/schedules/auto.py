@@ -74,8 +74,8 @@ class Auto(Schedule):
 
     def __init__(self, num_draft_tokens: int = 10, buckets: Sequence[int] | None = None) -> None:
         num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 1)
-        given = (0, *buckets_up_to(num_draft_tokens)) if buckets is None else buckets
-        self.buckets = tuple(check_int("buckets", each, 0) for each in given)
+        numbers = (0, *buckets_up_to(num_draft_tokens)) if buckets is None else buckets
+        self.buckets = tuple(check_int("buckets", number, 0) for number in numbers)
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
         # The costs for each number of rows, separately for eager and compiled steps.
@@ -297,8 +297,8 @@ class Auto(Schedule):
         last = max(steps)
         # Drafts of a sequence save nothing if it ends before the slowest sequence even without drafts.
         weights = [
-            math.exp(-8 * (1 - own / last)) if left > last or own == last else 0.0
-            for own, left in zip(steps, step.left, strict=True)
+            math.exp(-8 * (1 - num_steps / last)) if left > last or num_steps == last else 0.0
+            for num_steps, left in zip(steps, step.left, strict=True)
         ]
         whole = sum(weights)
         shares = [weight / whole for weight in weights]

@@ -105,9 +105,9 @@ class Schedule(ABC):
         """Return the schedule of a new batch: a shallow copy of this one, after `reset`. Each batch has a copy, because
         batches may take turns. The copies share objects that are changed in place, but not attributes that are
         assigned."""
-        own = copy(self)
-        own.reset()
-        return own
+        fresh = copy(self)
+        fresh.reset()
+        return fresh
 
 
 def buckets_up_to(maximum: int) -> tuple[int, ...]:
