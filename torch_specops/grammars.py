@@ -21,8 +21,8 @@ __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 class Grammar(Protocol):
     """The state of one sequence, which says which tokens may come next. Any class with these methods works.
 
-    The loop passes only the new tokens to it, not the prompt. Every row and every call needs a new object: the loop
-    refuses a grammar that has already accepted a token in the loop, or that has an attribute `num_accepted` above 0. A
+    The loop passes only the new tokens to it, not the prompt. Every row and every call needs a new object. The loop
+    refuses a grammar that has already accepted a token, and a grammar whose attribute `num_accepted` is above 0. A
     class with `__slots__` needs "__weakref__" among them.
 
     Examples:
@@ -220,8 +220,8 @@ _OF_BYTES = torch.where(
 
 
 def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """The logits [B, n, V], with -inf (or NaN, where a logit is infinite) for tokens that the bitmask
-    [B, n, ceil(V / 32)] does not allow."""
+    """Set the logits [B, n, V] of tokens that the bitmask [B, n, ceil(V / 32)] does not allow to -inf, or to NaN where
+    a logit is infinite."""
     if is_eager_cpu(logits, bitmask):
         # On a CPU, this lookup of bytes is by far the fastest eager form.
         added = torch.nn.functional.embedding(bitmask.view(torch.uint8).int(), _OF_BYTES.to(logits.dtype))

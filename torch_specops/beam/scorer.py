@@ -1,8 +1,8 @@
 """Scores the beams of every row, and extends them by one token.
 
-The arithmetic follows transformers' beam search: float32 scores, summed in the same order, and candidates from the same
-`topk` over the same shapes, so that even ties break alike. In contrast to transformers, every row has a separate length
-and may end before the others.
+The arithmetic is that of transformers' beam search, so that even ties break alike: float32 scores are summed in the
+same order, and the same `topk` over the same shapes gives the candidates. In contrast to transformers, every row has a
+separate length and may end before the others.
 """
 
 from __future__ import annotations

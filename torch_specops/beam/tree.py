@@ -65,8 +65,8 @@ class BeamTree:
         self.levels: list[Level] = []
 
     def begin(self, num_nodes: int, num_live: int) -> None:
-        """Start a round of at most `num_nodes` nodes with the level of the newest tokens. At most `num_live` slots of a
-        row are in use."""
+        """Start a round: the newest tokens become the first level. The round has at most `num_nodes` nodes, and at most
+        `num_live` slots of a row are in use."""
         wanted = -(-(num_live + num_nodes) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         self.width = min(max(self.width, wanted), self.num_slots)
         is_taken = self._sees[:, :, : self.width].any(1)
@@ -85,7 +85,7 @@ class BeamTree:
         tokens, slots, visible = _nodes(levels)
         num_nodes = tokens.shape[1]
         if with_parents:
-            # A row that has ended sees no slot, but every node must see itself.
+            # Let every node see itself, even in a row that has ended and sees no other slot.
             parents = self._sees[:, :, : self.width].scatter(2, self._parent_slots.unsqueeze(2), True)
             tokens = torch.cat([self._parent_tokens, tokens], 1)
             slots = torch.cat([self._parent_slots, slots], 1)

@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# The lines after "\b" are printed as they are.
+# Typer prints the lines after "\b" without wrapping them.
 app.command(
     short_help="Write text by speculative decoding, drafts in colour.",
     epilog="""\b

@@ -111,11 +111,11 @@ def bench(
 ) -> None:
     """Compare the speed of this package with transformers, on the same models and prompts.
 
-    It compares "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft and
-    K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without and
-    with the draft. Assisted generation takes one prompt at a time. Its prompt lookup is "prompt-lookup:2". It is left
-    out where transformers refuses it, as for models that keep a recurrent state. Prompts go through the model's chat
-    template, if it has any.
+    "transformers generate" has no draft. "transformers assisted" is assisted generation with the same draft and K, and
+    for a draft model also with "own K", the default of transformers. "specops" is this package, without and with the
+    draft. Assisted generation takes one prompt at a time. Its prompt lookup is "prompt-lookup:2". Assisted generation
+    is left out where transformers refuses it, as for models that keep a recurrent state. Prompts go through the model's
+    chat template, if it has any.
 
     After a warm-up, all of these run in turns. Each table is printed once it is measured; the lines below the last
     table explain the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models.

@@ -240,7 +240,7 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
         # instead of bytes.
         tokenizer.backend_tokenizer.decoder = ByteLevel()
         # The weights are float32 now. Remove the attributes that say they are quantised, because `save_pretrained`
-        # would refuse them.
+        # would refuse the model.
         model.hf_quantizer = None
         del model.config.quantization_config
         model.save_pretrained(directory)

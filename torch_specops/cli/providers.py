@@ -1,5 +1,5 @@
-"""The providers, which are the ways to decode that are compared: transformers and this package, both without and with
-the draft.
+"""The providers are the ways to decode that the benchmark compares: transformers and this package, both without and
+with the draft.
 
 All providers decode the same number of tokens, and do not stop at an eos token.
 """

@@ -33,9 +33,9 @@ Key = TypeVar("Key")
 
 
 def take_turns(runs: Mapping[Key, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Key, list[float]]:
-    """The seconds of each run in every round. Runs are called in turn, so that a change in the machine's load affects
-    all of them. Every second round has the reverse order, because the first call of a round finds the CPU's caches in
-    another state.
+    """Time every run in every round. Returns the seconds of each run. Runs are called in turn, so that a change in the
+    machine's load affects all of them. Every second round has the reverse order, because the first call of a round
+    finds the CPU's caches in another state.
 
     Args:
         runs: called with the number of the round, which is negative in a warm-up.

@@ -121,10 +121,10 @@ class SpeculativeDecoder:
     target's greedy continuation. The state of a batch is on the target's device, and the host does not wait for the
     device within a step, except to ask grammars.
 
-    Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. Each of these
-    compiles once: a new batch size, a new capacity (a multiple of 64 without `max_length`), a change of autocast, the
-    first row that is sampled or filtered, the first sequence that outgrows the draft, and a new length of an encoder's
-    input.
+    Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. Steps are
+    compiled once more for a new batch size, a new capacity (a multiple of 64 without `max_length`), a change of
+    autocast, or a new length of an encoder's input. They are also compiled once more for the first row that is sampled
+    or filtered, and for the first sequence that outgrows the draft.
 
     Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. A call prefills
     its sequences again if another call has used its models in the meantime. Encoder inputs and images are not kept, so
@@ -258,9 +258,9 @@ class SpeculativeDecoder:
         """Continue every prompt to its eos or limit.
 
         Args:
-            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` returns
-                them, or a column of such lists (pandas, Arrow, an array of objects); or a tensor or an array of numpy
-                [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
+            input_ids: the prompts. Either a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)`
+                returns them, or a column of such lists (pandas, Arrow, an array of objects). Or a tensor or a NumPy
+                array [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
                 whose `end` is called even after an error.
             attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
@@ -280,8 +280,8 @@ class SpeculativeDecoder:
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
                 target's unprocessed logits; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
-            top_logprobs: N >= 0: `output.top_logprobs` has the N most likely tokens at the position of every new token,
-                with log-probabilities of the same kind ("raw" if `logprobs` is None).
+            top_logprobs: N >= 0; `output.top_logprobs` has the N most likely tokens at the position of every new token.
+                Their log-probabilities are of the same kind as `logprobs`, or "raw" if that is None.
             num_return_sequences: the number of sequences of each prompt. They are adjacent rows, so arguments with an
                 entry per row need B * num_return_sequences entries.
             stop_strings: a string or several, or a list of them for each row. A row ends with the token that completes
@@ -403,9 +403,9 @@ class SpeculativeDecoder:
     ) -> Session:
         """Serve requests that arrive over time, as in a server. One thread runs the steps; any thread may submit.
 
-        Steps compile again for the first request that is sampled, for the first that uses a given filter or processor,
-        and for the first that outgrows the draft. While a request in a row has very many biases, bad words or eos
-        tokens, steps run eagerly (docs/serving.md). `compile="auto"` is decided in this call.
+        Steps are compiled again for the first request that is sampled, that uses a given filter or processor, or that
+        outgrows the draft. While a request in a row has very many biases, bad words or eos tokens, steps run eagerly
+        (docs/serving.md). `compile="auto"` is decided in this call.
 
         Args:
             batch_size: the number of rows.

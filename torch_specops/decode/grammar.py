@@ -59,16 +59,16 @@ def masks_of(
     max_drafts: int,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The drafts to verify, and the tokens that may come next at each position of a step. A position follows the
-    sequence and the drafts before it.
+    """The drafts to verify, and the tokens that may come next at each position of a step. The tokens before a position
+    are the sequence and the drafts before the position.
 
     If the source is deterministic, a forbidden draft is dropped with the drafts after it, and forced tokens fill the
     free positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn
     from the residual. If it were dropped, the next token would be drawn from p, which would change the output's
     distribution.
 
-    If the grammar raises at a position or allows no token there, the mask of that position is empty, and the row ends
-    with an error when it reaches the position.
+    If the grammar raises at a position or allows no token there, the mask of that position is empty. The row ends with
+    an error when it reaches the position.
 
     Args:
         rows: the B rows of the batch.

@@ -289,9 +289,8 @@ def _as_python(value: Any) -> Any:
 
 
 def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_token_id: int | None) -> None:
-    """Warn if a row seems to be padded, because it begins or ends with a longer run of a suspect token (one of
-    `suspects`) than another row. The shortest run counts as text, but if it consists of pad tokens, only one of them
-    does."""
+    """Warn if a row seems to be padded: it begins or ends with a longer run of a token in `suspects` than another row.
+    The shortest run counts as text, but if it consists of pad tokens, only one of them does."""
     for verb, rows in (("begins", tokens), ("ends", tokens.flip(1))):
         for token in sorted(set(rows[:, 0].tolist()).intersection(suspects)):
             runs = (rows == token).long().cumprod(1).sum(1)

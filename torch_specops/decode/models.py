@@ -1,4 +1,4 @@
-"""Functions for the models of a decoder: they find changes by the user, check that target and draft fit each other, and
+"""Functions for the models of a decoder. They find changes by the user, check that target and draft fit each other, and
 set the mode in which the models run."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def check_read_once(target: LanguageModel, draft: Part | None) -> None:
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
-    """Raise ValueError if the draft, or a source inside it, differs from the target in vocabulary or device, or if a
-    model with one cache would be used in two places."""
+    """Raise ValueError if the draft, or a source inside it, has another vocabulary or device than the target. Also
+    raise if a model with one cache would be used in two places."""
     if draft is None:
         return
     check_read_once(target, draft)

@@ -1,4 +1,4 @@
-"""Decodes tokens to pieces of text as they come."""
+"""Decodes a stream of tokens to pieces of text."""
 
 from __future__ import annotations
 

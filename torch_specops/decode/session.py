@@ -416,7 +416,7 @@ def _completions_of(
         while True:
             for request in islice(remaining, max(session.num_free, 0)):
                 session.submit(request)
-            # If no request was left to submit and all rows are free, all requests are complete.
+            # The session is idle and `requests` is exhausted, so all requests are complete.
             if session.is_idle:
                 return
             try:

@@ -149,7 +149,7 @@ class Texts:
                 self._is_fitted = False
 
     def fitted(self, state: DecodeState, compiled: bool) -> tuple[DecodeState | None, bool]:
-        """The state with the sampling parameters and the eos tokens of the sequences, in new tensors.
+        """Make a state with the sampling parameters and the eos tokens of the sequences, in new tensors.
 
         An eager state has only the filters and processors of these sequences, because three unused filters made steps a
         third slower. A compiled state has every filter and processor that a sequence has used so far, in the sizes of
@@ -193,8 +193,8 @@ def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
 
 @normal_tensors()
 def _with_sampling(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
-    """The state with the eos tokens and the sampling parameters of `texts` (row -> sequence), in new tensors of these
-    sizes."""
+    """Make a state with the eos tokens and the sampling parameters of `texts` (row -> sequence), in new tensors of
+    these sizes."""
     batch, device = len(state.lengths), state.tokens.device
     eos = torch.full((batch, sizes["eos"]), -1, device="cpu")
     numbers = {

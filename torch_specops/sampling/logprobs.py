@@ -57,7 +57,7 @@ def log_probabilities(
 def _most_likely(z: Tensor, count: int) -> Tensor:
     """The tokens with the `count` largest entries of z, [B, n, count] int64, in descending order; the lower index comes
     first among equal entries. z is [B, n, V] float32 without NaN. `topk` does not order equal entries, so each entry
-    gets a unique int64 key with its value in the upper and its index in the lower 32 bits."""
+    gets a unique int64 key: the upper 32 bits hold its value, and the lower 32 bits its index."""
     if count == 0:
         return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
     bits = (z + 0.0).view(torch.int32).long()

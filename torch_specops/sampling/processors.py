@@ -100,15 +100,15 @@ class Processors:
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
             ignored = torch.zeros_like(self.prompt_lengths) if self.num_ignored is None else self.num_ignored
-            # Positions with equal tokens write equal numbers. A position that does not count takes the first token that
-            # counts, whose logit is written anyway.
+            # Every position writes a logit; positions with equal tokens write equal numbers. A position that does not
+            # count repeats the write of the first position that counts.
             counts = is_before & (index >= ignored.view(-1, 1, 1))
             tokens = torch.where(counts, every, text.gather(1, ignored.unsqueeze(1)).unsqueeze(1))
             old = logits.gather(2, tokens)
             _write(logits, tokens, torch.where(old < 0, old * penalty, old / penalty))
         if self.presence_penalty is not None:
-            # A position that is not new takes the first new token, whose logit is written anyway. If there is no new
-            # token, the penalty is 0 and no logit changes.
+            # A position that is not new repeats the write of the first new position. If there is no new position, the
+            # penalty is 0 and the write changes nothing.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)

@@ -15,7 +15,7 @@ from .costs import DRAFT_COST, StepCosts
 # The time that drafts may lose in a batch, in steps: LOST_SHARE of the batch's steps, but at most LOAN + LATER_SHARE of
 # the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# Drafts may also lose the time that earlier drafts have gained. At most this many steps of gains are kept.
+# Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
 # The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose it too. It begins
 # with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
@@ -25,8 +25,8 @@ FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
 LONGEST = 20
 PRIORS = [0.1, 0.1, *(min(0.95, 0.4 + 0.08 * (length - 2)) for length in range(2, LONGEST + 1))]
 WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
-# In a new sequence, the odds of looked-up drafts are multiplied by CAUTION. This prior weighs as much as PATIENCE
-# drafts of the sequence.
+# In a new sequence, the odds that a looked-up draft is right are multiplied by CAUTION. This prior weighs as much as
+# PATIENCE drafts of the sequence.
 PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
 # For other drafts: the prior probability that a draft is right, and the weight of this prior, in drafts.
 CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
@@ -50,9 +50,9 @@ class Auto(Schedule):
 
     After every step the schedule estimates how much time drafts have lost so far, compared with decoding without
     drafts. A step may have drafts only if this loss would stay below 1.65 % of the batch's time even if all of these
-    drafts are wrong. (If the batch ends early, the bound is 1.65 % of the time to its limit.) A batch may also lose
-    time that earlier batches were allowed to lose and did not lose, up to two steps, and time that drafts gained in
-    earlier batches, up to four steps. A step that takes longer than expected may exceed the bound once.
+    drafts are wrong. If the batch ends early, the bound is 1.65 % of the time to its limit. A batch may lose more if
+    earlier batches lost less than they were allowed to (up to two steps), and if drafts gained time in earlier batches
+    (up to four steps). A step that takes longer than expected may exceed the bound once.
 
     Costs and probabilities are kept from batch to batch, except the probabilities of single sequences.
 
@@ -125,7 +125,7 @@ class Auto(Schedule):
         if not costs.are_known and not is_first:
             return nothing
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
-        # Do not ask again before the next try is due: steps without drafts teach nothing about drafts of a model.
+        # Plan no drafts before the next try is due: steps without drafts teach nothing about the drafts of a model.
         if is_declined and not step.asks_again and not is_due:
             return nothing
         self._sequences = {text: self._sequences.get(text) or _Share() for text in step.texts}
@@ -288,8 +288,8 @@ class Auto(Schedule):
     def _savings(
         self, step: NextStep, reached: list[list[float]], base: float, per_token: float
     ) -> tuple[list[float], list[float]]:
-        """For each sequence: its weight in the time at which the batch ends, and the time that an accepted draft saves,
-        in units of a step without drafts."""
+        """Two numbers for each sequence: its weight in the time at which the batch ends, and the time that an accepted
+        draft saves. The unit is a step without drafts."""
         num_texts = len(reached)
         if step.is_refilled or num_texts == 1:
             return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
@@ -361,8 +361,8 @@ class _Luck:
     """Estimates how far the slowest sequence of a batch falls below the mean by chance.
 
     Over S steps the number of accepted drafts of a sequence has the variance S v. So the slowest of n sequences is z(n)
-    sqrt(S v) drafts below the mean, or z sqrt(v / S) drafts per step. z(n) = sqrt(2 ln n) - 0.55 is the mean of the
-    largest of n standard normals, within 0.08 from n = 2 to 64.
+    sqrt(S v) drafts below the mean, or z sqrt(v / S) drafts per step. Here z(n) is the mean of the largest of n
+    standard normals. It is about sqrt(2 ln n) - 0.55, within 0.08 from n = 2 to 64.
 
     Args:
         shares: the weight of each sequence in the time at which the batch ends; n is 1 / the sum of their squares.

@@ -28,7 +28,7 @@ NUM_DRAFTINGS = 8
 class StepCosts:
     """The cost of steps of a batch with B rows. The unit of cost is a recent step without drafts, which reads B tokens.
 
-    A step that reads n tokens costs 1 + slope * (n - B), and `jump` more if it reads drafts, because kernels for
+    A step that reads n tokens costs 1 + slope * (n - B). If it reads drafts it costs `jump` more, because kernels for
     several tokens per row may differ from kernels for a single token. `slope` and `jump` are fitted by least squares.
     Captured steps need no fit, because their times are exact.
 
@@ -86,7 +86,7 @@ class StepCosts:
     def _next_most(self) -> int:
         if self.most_drafts > 0:
             return 3 * self.most_drafts + max(self._num_rows // 8, 1)
-        # Before the first drafts: allow as many drafts as are read in the time of proposing one draft.
+        # No drafts were read so far. Reading the first drafts may cost as much as proposing one draft per row.
         return max(self._num_rows // 8, int(self.of_drafting(1) / self._first_slope), 1)
 
     @property

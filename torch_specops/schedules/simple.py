@@ -36,9 +36,8 @@ class Heuristic(Schedule):
     accepted, otherwise 1 fewer, at least 1.
 
     In a batch, K grows only if all drafts of all rows were accepted. A step without drafts changes nothing. Eager steps
-    have any K up to `maximum`. Compiled steps need a graph for each K, so they have the largest of 1, 2, 3, 5, 8, 12,
-    20 that does not exceed the rule's value. Every batch starts again from `num_draft_tokens`, like
-    "heuristic_transient" of transformers.
+    have any K up to `maximum`. Compiled steps need a graph for each K, so the rule's value is rounded down to 1, 2, 3,
+    5, 8, 12 or 20. Every batch starts again from `num_draft_tokens`, like "heuristic_transient" of transformers.
 
     Args:
         num_draft_tokens: the first K, from 1 to `maximum`.
