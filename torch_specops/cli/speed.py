@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ROUNDS = 3
 # Each trial of a number of threads lasts at least this long.
 TRIAL_SECONDS = 0.1
-# Each pair of runs gives a speed ratio. If the largest ratio is this many times the smallest, the machine is too busy
-# to compare speeds.
+# Each pair of runs gives a speed ratio. If some ratios are above 1 and some below, and the largest is this many times
+# the smallest, the machine is too busy to compare speeds.
 AGREEMENT = 1.25
 
 Key = TypeVar("Key")

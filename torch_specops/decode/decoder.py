@@ -217,7 +217,7 @@ class SpeculativeDecoder:
         self._newest: Batch | Session | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Leave out the newest batch or session, because its locks, handles, rules and grammars cannot be pickled.
+        # Leave out the newest batch or session, because its locks, handles, rules and grammars need not be picklable.
         return vars(self) | {"_newest": None}
 
     @property

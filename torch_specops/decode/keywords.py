@@ -85,8 +85,8 @@ def _advice(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
 
 
 def _receivers(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
-    """The end of a sentence that names the calls with this keyword. If some of them come before this call, only those
-    are named."""
+    """The end of a sentence that names the calls with this keyword. Calls that a user makes before this call are
+    preferred to others."""
     calls = [other for other in keywords if name in keywords[other]]
     made_before = ["SpeculativeDecoder"] + ["Request"] * call.endswith((".session", ".generate_many"))
     calls = [other for other in calls if other in made_before] or calls

@@ -142,7 +142,7 @@ class TextPieces:
             return
         tokens = self._tokens[len(self._tokens) // 2 :]
         text, waiting = self._decode(tokens), len(self._text) - len(self._given)
-        # A character may have begun in the older tokens and still be incomplete. Its bytes in the newer tokens give at
-        # most two U+FFFD, so require a third character, which must begin in the newer tokens.
+        # The newer tokens may begin with the rest of an incomplete character, which gives at most two U+FFFD. Require a
+        # third character, which must begin in the newer tokens.
         if self._text.endswith(text) and len(text) > max(waiting, 2):
             self._tokens, self._text, self._given = tokens, text, text[: len(text) - waiting]

@@ -251,8 +251,8 @@ class Session:
                 self._end_row(row, "cancelled")
 
     def _look(self) -> None:
-        """Adapt to models that have changed. If all rows are free and a cache no longer fits, the batch starts again
-        with new caches.
+        """Adapt to models that have changed. If all rows are free and the models have changed or were used by another
+        call, the batch starts again.
 
         Raises:
             RuntimeError: an unfinished sequence does not fit a changed model.

@@ -21,9 +21,9 @@ PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": m
 PER_ROW = ("lengths", "limits", "finished", "failed", "seeds")
 # Tensors [B] of the sampling parameters, with the value of a free row. Free rows are greedy, because that costs least.
 PER_ROW_SAMPLING = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
-# The sizes of a session's compiled steps: E of eos [B, E], the longest n-gram, and the words and pieces per row. The
-# rows share the sum of words and pieces. While a request needs more, steps run eagerly, so that no step is compiled for
-# a single request.
+# The sizes of a session's compiled steps: eos tokens per row, the longest n-gram, and words and pieces per row (of
+# which all rows share the sum). While a request needs more, steps run eagerly, so that no step is compiled for a single
+# request.
 ROOM = {"eos": 8, "longest_ngram": 8, "words": 32, "pieces": 32}
 # The sizes of a state: a size for each name in ROOM. `is_sampled` and the names in PER_ROW_SAMPLING have 1 if steps use
 # them, else 0.

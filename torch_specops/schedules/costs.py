@@ -86,7 +86,8 @@ class StepCosts:
     def _next_most(self) -> int:
         if self.most_drafts > 0:
             return 3 * self.most_drafts + max(self._num_rows // 8, 1)
-        # No drafts were read so far. Reading the first drafts may cost as much as proposing one draft per row.
+        # No drafts were read so far. Allow as many as are expected to cost no more to read than one draft per row costs
+        # to propose.
         return max(self._num_rows // 8, int(self.of_drafting(1) / self._first_slope), 1)
 
     @property
