@@ -1,5 +1,5 @@
-"""Argument checks that the whole package shares. They read only the metadata of tensors, so they do not synchronise
-with a device, and work on fake tensors too."""
+"""Argument checks that the whole package shares. The checks read only the metadata of tensors, so they do not
+synchronise with a device, and work on fake tensors too."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 class Grammar(Protocol):
     """The state of one sequence, which says which tokens may come next. Any class with these methods works.
 
-    The loop passes only the new tokens to it, not the prompt. Every row and every call needs a new object. The loop
-    refuses a grammar that has already accepted a token, and a grammar whose attribute `num_accepted` is above 0. A
+    The loop passes only the new tokens to a grammar, not the prompt. Every row and every call needs a new object. The
+    loop refuses a grammar that has already accepted a token, and a grammar whose attribute `num_accepted` is above 0. A
     class with `__slots__` needs "__weakref__" among them.
 
     Examples:
@@ -65,8 +65,8 @@ def xgrammar(compiled_grammar: Any) -> Grammar:
     """A `Grammar` for one sequence, from a compiled grammar of the library xgrammar.
 
     Args:
-        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of sequences may share. Its stop tokens are
-            the eos tokens of its `TokenizerInfo`, which should match the row's.
+        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of sequences may share. The stop tokens of the
+            grammar are the eos tokens of its `TokenizerInfo`, which should match the row's eos tokens.
 
     Raises:
         ModuleNotFoundError: xgrammar is not installed.

@@ -30,7 +30,7 @@ class BeamScorer:
         scores: [B, w] float32, the summed log-probabilities of the running beams.
         counts: [B] int64, the number of new tokens of each running beam.
         finished_tokens, finished_scores, finished_lengths, is_finished: [B, w, N], [B, w], [B, w], [B, w], the finished
-            beams, best first. Their scores are divided by the length penalty.
+            beams, best first. Scores of finished beams are divided by the length penalty.
         done: [B] bool, whether a row has ended.
         failed: [B] bool, whether a row has ended because no continuation had a finite score.
 
@@ -70,8 +70,8 @@ class BeamScorer:
         rows do not change.
 
         Returns:
-            parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token. Both are
-            undefined in rows that are not active or that have ended.
+            parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token. Parents
+            and tokens are undefined in rows that are not active or that have ended.
         """
         log_probs = logits.float().log_softmax(-1)
         # NaN among the logits of a beam becomes -inf, so that the beam has no continuation.

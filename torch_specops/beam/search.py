@@ -1,5 +1,5 @@
-"""Beam search with a draft (Leviathan et al. 2023, appendix A.4). It finds the same beams as without a draft, and
-decides several levels per forward of the target."""
+"""Beam search with a draft (Leviathan et al. 2023, appendix A.4). The search finds the same beams as without a draft,
+and decides several levels per forward of the target."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def beam_search(
 
 @dataclass
 class _Search:
-    """One batch: the models, the beams, and the tree that both models read."""
+    """The search of one batch: the models, the beams, and the tree that both models read."""
 
     target: TreeModel
     draft: TreeModel | None
@@ -224,8 +224,8 @@ class _Search:
         self.stats.prefill_seconds = time.perf_counter() - started
 
     def _propose(self, num_draft_tokens: int, draft_lags: bool) -> None:
-        """Add levels to the tree by a beam search of the draft with u beams. It starts from the target's beams and
-        their scores."""
+        """Add levels to the tree by a beam search of the draft with u beams. The draft's search starts from the
+        target's beams and their scores."""
         tree, scores = self.tree, self.scorer.scores
         for depth in range(num_draft_tokens):
             assert self.draft is not None

@@ -54,7 +54,7 @@ class Case:
 
 @dataclass
 class Run:
-    """One provider on one batch of a case."""
+    """The runs of one provider on one batch of a case."""
 
     provider: Provider
     case: Case

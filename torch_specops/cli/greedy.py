@@ -88,7 +88,8 @@ def greedy_differences(
         difference = None
         if expected_token != token:
             gap = float(logits[expected_token] - logits[token])
-            # Ignore -inf and the lowest float, which models give to excluded tokens. They would make the bound useless.
+            # Ignore -inf and the lowest float, which models give to excluded tokens. Such logits would make the bound
+            # useless.
             usual = logits[logits > torch.finfo(logits.dtype).min]
             bound = ROUNDING * float(usual.abs().amax())
             difference = GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row)

@@ -181,7 +181,7 @@ def smollm2_is_converted() -> bool:
 def smollm2_directory() -> Path:
     """The folder of the converted SmolLM2, in `cache_directory`; the first call writes it (about 30 s and 540 MB).
 
-    The package has the weights as a 4-bit GGUF file. They are converted to float32.
+    The package has the weights as a 4-bit GGUF file. The weights are converted to float32.
 
     Raises:
         ValueError: a package is missing (the message has the command that installs it), or its weights have another

@@ -58,8 +58,8 @@ def totals(runs: Sequence[Run]) -> list[Run]:
 
 
 def as_results(runs: Sequence[Run]) -> list[Record]:
-    """Make a record for each provider and case. It has speedups within the case: over transformers' `generate`, over
-    the fastest assisted generation, and over the fastest provider without a draft."""
+    """Make a record for each provider and case. A record has speedups within its case: over transformers' `generate`,
+    over the fastest assisted generation, and over the fastest provider without a draft."""
     cases: dict[tuple[object, ...], dict[str, list[Run]]] = {}
     for run in runs:
         case = cases.setdefault((run.case.temperature, run.case.batch_size, run.case.category), {})
@@ -136,8 +136,8 @@ def title_of(result: Record) -> str:
 
 
 def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], gap: int) -> None:
-    """Print a table without rules, with names in the first column and numbers in the others. It is printed in its full
-    width, so that a narrow terminal breaks its lines. Otherwise rich would cut off digits."""
+    """Print a table without rules, with names in the first column and numbers in the others. The table is printed in
+    its full width, so that a narrow terminal breaks the lines and rich does not cut off digits."""
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, gap), header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True, overflow="crop")

@@ -21,7 +21,7 @@ from .greedy import GreedyDifference, greedy_differences
 if TYPE_CHECKING:
     from ..hf import TransformersModel
 
-# This many runs with the draft are timed, and as many without it.
+# The number of timed runs with the draft, which is also the number of timed runs without it.
 ROUNDS = 3
 # Each trial of a number of threads lasts at least this long.
 TRIAL_SECONDS = 0.1
@@ -101,7 +101,7 @@ class Speeds:
         return max(self._ratios) < 1
 
     def verdict(self) -> str:
-        """A sentence about the speed. It calls decoding with the draft faster or slower only if all pairs of runs
+        """A sentence about the speed. Decoding with the draft is called faster or slower only if all pairs of runs
         agree."""
         least, most = min(self._ratios), max(self._ratios)
         fastest = f"{min(self.without_draft) / min(self.with_draft):.2f} times as fast"

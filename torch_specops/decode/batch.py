@@ -229,7 +229,7 @@ class Batch:
         self._texts.end([index])
 
     def _end_row(self, index: int, length: int) -> None:
-        """Cut a row to `length` tokens and end it. This does not wait for the device."""
+        """Cut a row to `length` tokens and end it, without waiting for the device."""
         self.state.lengths[index].fill_(length)
         self.state.finished[index].fill_(True)
 

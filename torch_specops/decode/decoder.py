@@ -67,8 +67,8 @@ def generate(
     """Continue prompts with a target model, faster if there is a draft. The output has exactly the target's
     distribution.
 
-    This makes a `SpeculativeDecoder` for one batch. For many batches use that class, which keeps its compiled code.
-    Every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
+    The function makes a `SpeculativeDecoder` for one batch. For many batches use `SpeculativeDecoder`, which keeps its
+    compiled code. Every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
 
     Arguments, result and errors are those of `SpeculativeDecoder` and its method `generate`. Only the eos and pad
     tokens of a transformers model's generation config are used; `SamplingParams.from_generation_config` takes its
@@ -123,7 +123,7 @@ class SpeculativeDecoder:
 
     Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. Steps are
     compiled once more for a new batch size, a new capacity (a multiple of 64 without `max_length`), a change of
-    autocast, or a new length of an encoder's input. They are also compiled once more for the first row that is sampled
+    autocast, or a new length of an encoder's input. Steps are also compiled once more for the first row that is sampled
     or filtered, and for the first sequence that outgrows the draft.
 
     Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. A call prefills
@@ -282,8 +282,8 @@ class SpeculativeDecoder:
                 rows); None = none are computed.
             top_logprobs: N >= 0; `output.top_logprobs` has the N most likely tokens at the position of every new token.
                 Their log-probabilities are of the same kind as `logprobs`, or "raw" if that is None.
-            num_return_sequences: the number of sequences of each prompt. They are adjacent rows, so arguments with an
-                entry per row need B * num_return_sequences entries.
+            num_return_sequences: the number of sequences of each prompt. The sequences of a prompt are adjacent rows,
+                so arguments with an entry per row need B * num_return_sequences entries.
             stop_strings: a string or several, or a list of them for each row. A row ends with the token that completes
                 one of its strings, as in transformers: the string may begin in the prompt, and the token stays in the
                 output. None = no strings.
@@ -362,7 +362,7 @@ class SpeculativeDecoder:
     ) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
-        The arguments are as in `generate`. They are checked, and the prompts are read, before the first step.
+        The arguments are as in `generate`. All arguments are checked, and the prompts are read, before the first step.
         """
         refuse_unknown("SpeculativeDecoder.stream", unknown)
         arguments = GenerateArguments(
@@ -441,8 +441,9 @@ class SpeculativeDecoder:
         request.
 
         Args:
-            requests: `Request`s, or prompts [P] for requests with the defaults. Each is taken from the iterable when a
-                row is free. All rows wait while the iterable blocks, so use `session` for a queue that may be empty.
+            requests: `Request`s, or prompts [P] for requests with the defaults. A request is taken from the iterable
+                when a row is free. All rows wait while the iterable blocks, so use `session` for a queue that may be
+                empty.
             batch_size, logprobs, top_logprobs: as in `session`.
             max_length: as in `session`; None = the decoder's, or the length of the longest request in a list (or
                 another collection).

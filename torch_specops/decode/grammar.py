@@ -1,4 +1,4 @@
-"""Asks the grammars of rows which tokens may come next. In each step, this happens after drafting and before
+"""Asks the grammars of rows which tokens may come next. Grammars are asked in every step, after drafting and before
 verification."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def masks_of(
         width: K; None = the largest number of drafts of any row.
 
     Returns:
-        The drafts [B, K] int64, padded with -1, and the bitmask [B, K + 1, ceil(V / 32)] int32. Both are on the CPU.
+        The drafts [B, K] int64, padded with -1, and the bitmask [B, K + 1, ceil(V / 32)] int32, both on the CPU.
     """
     chosen = [list(row_drafts) for row_drafts in drafts]
     size = max([max_drafts, *map(len, chosen)]) + 1

@@ -108,9 +108,9 @@ class Guard:
 
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
-        """Claim the models, like `working`, for a step or a prefill. It runs without gradients (`mode_of`) and under
-        the stream's autocast. The target's device is made the current device, because Triton launches kernels on the
-        current device."""
+        """Claim the models, like `working`, for a step or a prefill. The step runs without gradients (`mode_of`) and
+        under the stream's autocast. The target's device is made the current device, because Triton launches kernels on
+        the current device."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self.working(), self._in_step(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield

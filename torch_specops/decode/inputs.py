@@ -52,7 +52,7 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts whose arguments were checked. Its tensors are on the CPU.
+    """A batch of prompts whose arguments were checked. All tensors are on the CPU.
 
     Args:
         state: the state before the first step, as wide as the longest prompt. A row with `max_new_tokens` = 0 is

@@ -1,5 +1,5 @@
-"""Functions for the models of a decoder. They find changes by the user, check that target and draft fit each other, and
-set the mode in which the models run."""
+"""Functions for the models of a decoder. The functions find changes by the user, check that target and draft fit each
+other, and set the mode in which the models run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def models_of(*parts: Part | None) -> list[Part]:
 
 
 def versions_of(*parts: Part | None) -> list[Hashable]:
-    """The `version` of every model and draft. It changes when `look` finds a change."""
+    """The `version` of every model and draft. A version changes when `look` finds a change."""
     return [model.version for model in models_of(*parts)]
 
 
@@ -84,9 +84,9 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
 
 
 def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
-    """The mode without gradients for these models and drafts. It is usually `torch.inference_mode`, in which a step of
-    small models takes up to a tenth less time. It is `torch.no_grad` if user code may keep tensors of a forward
-    (`LanguageModel.is_observed`), because training cannot use tensors from inference mode.
+    """The mode without gradients for these models and drafts. Usually the mode is `torch.inference_mode`, in which a
+    step of small models takes up to a tenth less time. The mode is `torch.no_grad` if user code may keep tensors of a
+    forward (`LanguageModel.is_observed`), because training cannot use tensors from inference mode.
 
     The mode may change between two steps, and inference tensors cannot be written outside inference mode. Therefore
     `ops.tracing.normal_tensors` makes the tensors that several steps write.

@@ -29,8 +29,8 @@ class Step:
     """One round of drafting and verifying, for every row of the batch.
 
     Args:
-        tokens: the tokens that each row emitted: accepted drafts, then the next token. They are cut after an eos token,
-            at the row's limit, and where a stop string ends the row. Empty for a row that had already ended.
+        tokens: the tokens that each row emitted: accepted drafts, then the next token. The tokens are cut after an eos
+            token, at the row's limit, and where a stop string ends the row. Empty for a row that had already ended.
         num_accepted: drafts that the target accepted, per row, including those that were cut.
         num_proposed: drafts that were verified, per row.
         finished: whether each row has ended.

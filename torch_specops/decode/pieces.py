@@ -129,8 +129,8 @@ class TextPieces:
         return self._text[: max(length, 0)]
 
     def _new_text(self) -> str:
-        """All text that was not returned yet, even if later tokens may change it. It is separated from the prompt as in
-        `GenerationOutput.texts`."""
+        """All text that was not returned yet, even if later tokens may change it. The text is separated from the prompt
+        as in `GenerationOutput.texts`."""
         if self._num_prompt and not self._text.startswith(self._given):
             return self._decode(self._tokens[self._num_prompt :])
         return self._text[len(self._given) :]

@@ -15,7 +15,7 @@ from .rows import Row
 
 @dataclass
 class PlannedStep:
-    """A planned step. It is kept until the record of the step is read.
+    """A planned step, which is kept until the record of the step is read.
 
     Args:
         rows: the rows of the batch when the step began.

@@ -266,7 +266,8 @@ class Handle:
                 self._futures.pop(future, None)
 
     def cancel(self) -> None:
-        """End the request before the next step, or at once if it still waits for a row. It keeps its tokens so far."""
+        """End the request before the next step, or at once if it still waits for a row. The completion has the tokens
+        so far."""
         self._cancel(self)
 
     def add(self, tokens: Sequence[int]) -> None:

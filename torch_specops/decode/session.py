@@ -32,9 +32,9 @@ class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
 
     With the same seed, a request gets the tokens that `generate` would give it alone, up to the rounding of the models.
-    This always holds with `verify="gumbel"`. Otherwise it holds with a constant schedule and a draft that does not
-    learn from other sequences (`SuffixLookup` learns from them). An error of a model ends all requests and closes the
-    session. An error of one request is reported in its completion. Leaving a `with` block closes the session.
+    With `verify="gumbel"` this is always so. With other ops it is so if the schedule is constant and the draft does not
+    learn from other sequences, as `SuffixLookup` would. An error of a model ends all requests and closes the session.
+    An error of one request is reported in its completion. Leaving a `with` block closes the session.
 
     Examples:
         >>> import threading, transformers, torch_specops

@@ -118,7 +118,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Hashable:
 
 
 class Texts:
-    """The sequences that were admitted one by one to rows of a batch. Each is the state of a batch of one."""
+    """The sequences that were admitted one by one to rows of a batch. Each sequence is the state of a batch of one."""
 
     def __init__(self) -> None:
         self._texts: dict[int, DecodeState] = {}
@@ -129,8 +129,8 @@ class Texts:
         self._compiled_sizes: Sizes = {}
 
     def begin(self, state: DecodeState, texts: Mapping[int, DecodeState]) -> None:
-        """Write sequences into rows of the state. Their tensors may be on any device. `fitted` writes their sampling
-        parameters and eos tokens."""
+        """Write sequences into rows of the state. The tensors of the sequences may be on any device. `fitted` writes
+        the sampling parameters and eos tokens."""
         for row, text in texts.items():
             for name in PER_ROW:
                 getattr(state, name)[row] = getattr(text, name)[0]

@@ -94,8 +94,8 @@ class SamplingParams:
             (OpenAI, vLLM).
         frequency_penalty: in [-1e30, 1e30]; the same, multiplied by the number of times that the token occurs among
             them.
-        no_repeat_ngram_size: n; excludes tokens that would repeat an n-gram of the sequence; 0 = none. Its cost grows
-            with the logarithm of n.
+        no_repeat_ngram_size: n; excludes tokens that would repeat an n-gram of the sequence; 0 = none. The cost of a
+            step grows with the logarithm of n.
         min_new_tokens: excludes eos tokens until there are this many new tokens.
         logit_bias: maps a token to the number that is added to its logit, finite or -inf.
         bad_words: sequences of tokens. The last token of a word is excluded if the sequence ends with the word's other
@@ -240,7 +240,7 @@ class SamplingParams:
         return values
 
     def _if_any(self, name: str, batch: int, device: torch.device | str) -> Tensor | None:
-        """One number per sequence; None if all are neutral."""
+        """One number per sequence, or None if all numbers are neutral."""
         values = self._per_sequence(name, batch, device)
         return values if bool((_as_tensor(name, getattr(self, name)) != _NUMBERS[name].neutral).any()) else None
 

@@ -137,10 +137,10 @@ class Processors:
         logits.index_put_((rows.unsqueeze(1), index, last.clamp(min=0).unsqueeze(1)), biases, accumulate=True)
 
     def _ends_ngram(self, size: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """[B, n, W] bool: whether the token at this index of `text` would repeat an n-gram if it came next. It would if
-        the `size` - 1 tokens before the index equal the last `size` - 1 tokens of the sequence. Stretches of 1, 2, 4,
-        ... tokens are numbered, and equal stretches get equal numbers. Two stretches, which may overlap, cover `size` -
-        1 tokens, so the cost grows with the logarithm of `size`."""
+        """[B, n, W] bool: whether the token at this index of `text` would repeat an n-gram if it came next. The token
+        would if the `size` - 1 tokens before the index equal the last `size` - 1 tokens of the sequence. Stretches of
+        1, 2, 4, ... tokens are numbered, and equal stretches get equal numbers. Two stretches, which may overlap, cover
+        `size` - 1 tokens, so the cost grows with the logarithm of `size`."""
         width = text.shape[1]
         num_before = (size - 1).clamp(0, width).unsqueeze(1)
         names = chosen = text

@@ -1,5 +1,5 @@
 """Schedules choose how many tokens the next step drafts: a constant number, the number of Hugging Face's heuristic, or
-as many as have paid so far. They run on the host, between two steps.
+as many as have paid so far. Schedules run on the host, between two steps.
 """
 
 from __future__ import annotations

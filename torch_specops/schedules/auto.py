@@ -142,7 +142,7 @@ class Auto(Schedule):
     def _best(
         self, step: NextStep, costs: StepCosts, reached: list[list[float]], purse: float, is_trial: bool = False
     ) -> list[int]:
-        """The numbers of drafts with the largest expected gain whose risk fits into the purse. They are all 0 if no
+        """The numbers of drafts with the largest expected gain whose risk fits into the purse. All numbers are 0 if no
         choice gains, except in a trial."""
         num_texts, buckets, left = len(reached), self.buckets, max(step.left)
         plain, base, per_token = _without_drafts(step, costs)
@@ -362,7 +362,7 @@ class _Luck:
 
     Over S steps the number of accepted drafts of a sequence has the variance S v. So the slowest of n sequences is z(n)
     sqrt(S v) drafts below the mean, or z sqrt(v / S) drafts per step. Here z(n) is the mean of the largest of n
-    standard normals. It is about sqrt(2 ln n) - 0.55, within 0.08 from n = 2 to 64.
+    standard normals: about sqrt(2 ln n) - 0.55, within 0.08 from n = 2 to 64.
 
     Args:
         shares: the weight of each sequence in the time at which the batch ends; n is 1 / the sum of their squares.

@@ -24,7 +24,7 @@ class NextStep:
         is_refilled: whether finished rows get new sequences, so that no sequence waits for another.
         looks_up: whether drafts are looked up in tokens, so that they cost no forward.
         asks_again: whether the planned drafts are looked up, and `plan` is then called again with `offered`.
-        reads_prompts: whether the target also reads the prompts in this step. Such a step is not timed.
+        reads_prompts: whether the target also reads the prompts in this step. A step that reads prompts is not timed.
         offered: the number of drafts found for each sequence; None = not known yet.
         matches: the match length of each sequence's drafts (`Draft.matches`); None = not known.
     """

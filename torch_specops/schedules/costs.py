@@ -55,7 +55,7 @@ class StepCosts:
         self._draftings: dict[int, deque[float]] = {}
         # Pairs (number of drafts, cost of proposing them), in ascending order.
         self._points: list[tuple[int, float]] = []
-        # Times that were measured before the unit of cost. They wait here until there is a unit.
+        # Times that were measured before the unit of cost. The times wait here until there is a unit.
         self._first_drafting: tuple[int, float] | None = None
         self._first_step: tuple[int, int, float] | None = None
 
@@ -77,8 +77,8 @@ class StepCosts:
         self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
 
     def room(self, purse: float) -> int:
-        """The largest number of drafts that the next step may read. It grows gradually, and the drafts beyond the
-        largest number so far must cost no more than `purse`, the time that drafts may lose."""
+        """The largest number of drafts that the next step may read. The number grows gradually, and the drafts beyond
+        the largest number so far must cost no more than `purse`, the time that drafts may lose."""
         more = min(self._next_most, int(purse / self._most_each))
         return max(more, self.most_drafts, 1)
 
@@ -123,8 +123,8 @@ class StepCosts:
         return self.jump + self.slope * num_drafts if num_drafts > 0 else 0.0
 
     def of_drafting(self, count: int) -> float:
-        """The cost of proposing `count` drafts per row. It is interpolated between the timed numbers of drafts, and
-        extrapolated beyond the largest."""
+        """The cost of proposing `count` drafts per row. The cost is interpolated between the timed numbers of drafts,
+        and extrapolated beyond the largest."""
         if not self._points:
             return self._draft_cost * count
         low, first = 0, 0.0
