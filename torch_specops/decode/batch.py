@@ -296,7 +296,7 @@ class Batch:
         self._num_undrafted = 0
 
     def _launch(self, planned: PlannedStep) -> None:
-        """Begin a step. On CUDA it runs asynchronously."""
+        """Begin a step. On CUDA the step runs asynchronously."""
         started, steps = time.perf_counter(), self._steps
         is_compiled, num_draft_tokens = planned.asked.is_compiled, planned.num_draft_tokens
         if num_draft_tokens > 0:

@@ -67,7 +67,7 @@ class CompiledSteps:
         self._compile = compile
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
-        # The shapes and constants of the newest state. Pieces are compiled separately for each value.
+        # The shapes and constants of the newest state. Each combination of them has separate compiled pieces.
         self._shape: Hashable = None
         # The graphs read and write the tensors of this state. The owner is the batch that uses it now.
         self._static: DecodeState | None = None

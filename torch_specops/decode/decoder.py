@@ -154,8 +154,8 @@ class SpeculativeDecoder:
         compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once about 8,000 steps are done
             or certain to follow, enough to pay for compiling; with a deterministic draft it never compiles on a CPU.
             `stats.compiled` says what was done and why.
-        one_graph: compile the whole step as a single graph. Compiling takes longer then, because the graph contains K
-            copies of the draft.
+        one_graph: compile the whole step as a single graph. A single graph takes longer to compile, because it contains
+            K copies of the draft.
         max_length: capacity in tokens per sequence, prompt included; None = as many as each call needs, rounded up if
             steps are compiled.
 

@@ -255,8 +255,8 @@ def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
 
 
 def _read_seeds(seed: Seed, batch: int) -> Tensor:
-    """The seed of each row, [B] int64: the given seeds, or hashes of one int (`uniforms.row_seeds`). None draws that
-    int from torch's default generator."""
+    """The seed of each row, [B] int64: the given seeds, or hashes of one int (`uniforms.row_seeds`). If `seed` is None,
+    the int is drawn from torch's default generator."""
     expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
     if isinstance(seed, Tensor) and seed.dtype != torch.int64:
         raise TypeError(f"{expected}, got {seed.dtype}")

@@ -12,8 +12,8 @@ from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 from .costs import DRAFT_COST, StepCosts
 
-# The time that drafts may lose in a batch, in steps: LOST_SHARE of the batch's steps, but at most LOAN + LATER_SHARE of
-# the steps so far.
+# Drafts may lose a limited time in a batch, measured in steps: LOST_SHARE of all steps of the batch, but at most LOAN +
+# LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
 # Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
@@ -50,9 +50,10 @@ class Auto(Schedule):
 
     After every step the schedule estimates how much time drafts have lost so far, compared with decoding without
     drafts. A step may have drafts only if this loss would stay below 1.65 % of the batch's time even if all of these
-    drafts are wrong. If the batch ends early, the bound is 1.65 % of the time to its limit. A batch may lose more if
-    earlier batches lost less than they were allowed to (up to two steps), and if drafts gained time in earlier batches
-    (up to four steps). A step that takes longer than expected may exceed the bound once.
+    drafts are wrong. If the batch ends early, the bound is 1.65 % of the time to its limit. Earlier batches may have
+    lost less than they were allowed to lose; a batch may lose this time too, up to two steps. A batch may also lose
+    time that drafts have gained in earlier batches, up to four steps. A step that takes longer than expected may exceed
+    the bound once.
 
     Costs and probabilities are kept from batch to batch, except the probabilities of single sequences.
 
