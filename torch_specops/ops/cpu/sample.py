@@ -14,7 +14,7 @@ from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, soft
 
 
 def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """[N, V], [N] -> tokens [N] int64, lse [N] float32."""
+    """Logits [N, V] and uniforms [N] -> tokens [N] int64 and lse [N] float32."""
     if takes_dense_form(logits, filters.temperature):
         return dense(logits, uniforms, filters)
     tokens: list[int] = []
