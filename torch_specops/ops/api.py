@@ -84,8 +84,8 @@ def verify_exact(
         num_accepted [B] int64 in 0..K: accepted drafts only.
 
     Raises:
-        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -145,9 +145,9 @@ def verify_block(
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range, a lenience other
-            than 1.
+        TypeError: an argument is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, a number is out of range, or lenience is not
+            1.
 
     Examples:
         >>> import torch, torch_specops
@@ -198,8 +198,8 @@ def verify_sigmoid(
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -245,8 +245,8 @@ def sample(
         float32: logsumexp(logits / T) over the kept tokens; 0 for a greedy row, -inf where the token is -1.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -295,8 +295,8 @@ def filter_logits(
         negative or NaN temperature, or a NaN top_p or min_p, removes the whole row.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops

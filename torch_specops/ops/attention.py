@@ -72,7 +72,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
         [B, n, G * H, D].
 
     Raises:
-        ValueError, TypeError: a shape or dtype that does not fit.
+        ValueError, TypeError: a shape or a dtype does not fit.
     """
     return torch.ops.specops.attend.default(queries, keys, values, spans, scale)
 

@@ -49,8 +49,8 @@ def sample_gumbel(
         top_p or min_p.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -100,8 +100,8 @@ def verify_gumbel(
         num_accepted [B] int64 in 0..K: n.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops

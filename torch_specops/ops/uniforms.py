@@ -52,8 +52,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         [B, n] float32 multiples of 2**-24 in [0, 1).
 
     Raises:
-        TypeError: a tensor of another dtype, or an `n` that is not an int.
-        ValueError: a wrong shape or device, a negative `n`, or an unknown stream.
+        TypeError: a tensor has another dtype, or `n` is not an int.
+        ValueError: a shape or a device does not fit, `n` is negative, or the stream is unknown.
 
     Examples:
         >>> import torch, torch_specops

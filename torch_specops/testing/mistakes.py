@@ -1,4 +1,4 @@
-"""`verify_exact` written by hand, correct or with a plausible mistake, as a control for tests."""
+"""A plain version of `verify_exact`, correct or with a plausible mistake, to check that tests detect mistakes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ def verify_with_mistake(
     sample_uniforms: Tensor,
     temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`verify_exact` in plain float64, with a mistake. A test of an op must fail with each of them. A test of a loop's
-    distribution must fail with each but "1 - s", which keeps the distribution; the smaller the bias ("u < min(p / q,
-    0.9)"), the more sequences it needs.
+    """`verify_exact` in plain float64, with a chosen mistake.
+
+    A test of an op must fail with every mistake. A test of a loop's distribution must fail with every mistake except "1
+    - s", which does not change the distribution. It needs more sequences if the bias is small, as with "u < min(p / q,
+    0.9)".
 
     Args:
         mistake: one of `MISTAKES`; None = no mistake.
-        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms: as in `verify_exact`. Tokens are in
-            the vocabulary.
-        temperature: above 0, a number or [B]; None = 1.
+        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms: as in `verify_exact`. All draft
+            tokens must be in the vocabulary.
+        temperature: a number above 0, or [B]; None = 1.
 
     Returns:
         output_tokens [B, K+1] and num_accepted [B], as `verify_exact` returns them.
 
     Raises:
-        ValueError: another mistake.
+        ValueError: `mistake` is not in `MISTAKES`.
 
     Examples:
         >>> from torch_specops.testing import compare, sample_inputs, verify_with_mistake

@@ -22,7 +22,7 @@ from .keys import average, key_value, lowest_key, order_key
 
 # A mass counts as top_p if it reaches this share of it, so that rounding top_p to float32 does not add a token.
 TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
-# The mass that may be left out is multiplied by this factor, so that rounding errors of sums cannot leave out too much.
+# The mass that top-p may remove is multiplied by this factor, so that rounding errors of sums cannot remove too much.
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
 # The number of entries in the sample from which a program estimates the cut.
 SAMPLE = tl.constexpr(4096)
