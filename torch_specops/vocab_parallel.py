@@ -1,9 +1,9 @@
-"""Verification and sampling on logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
+"""Verification and sampling for logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
 
-Each rank of a process group holds some columns of the logits, and does not send them. A call makes a fixed number of
-all-gathers of a few numbers per row: three in `verify_exact`, two in `sample` (docs/design.md lists their contents).
-All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The functions trace
-with `torch.compile(fullgraph=True)`.
+Each rank of a process group holds some columns of the logits, and does not send them to other ranks. A call makes a
+fixed number of all-gathers of a few numbers per row: three in `verify_exact` and two in `sample` (docs/design.md lists
+what they contain). All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The
+functions can be compiled with `torch.compile(fullgraph=True)`.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ def verify_exact(
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_specops.verify_exact` for logits whose columns are split over ranks: the same law, the same tokens.
+    """`torch_specops.verify_exact` for logits whose columns are split over ranks.
 
-    The tokens equal the op's on the whole logits, except where float32 rounding decides; in greedy rows they always do.
-    Every rank gets the same tokens. Every rank of the group must call it, with its own logits and otherwise equal
-    arguments, which is not checked.
+    The tokens are the same as those of the op for the whole logits, except where float32 rounding decides; in greedy
+    rows they are always the same. Every rank gets the same tokens. Every rank of the group must call the function, with
+    its columns of the logits and with otherwise equal arguments; this is not checked.
 
     Args:
-        target_logits: [B, K+1, V_r], the columns of this rank, which follow the previous rank's; or [B, K+1, V],
-            whole and equal on every rank; or a DTensor with placements Shard(-1) and Replicate(). The split is as in
-            DTensor and `torch.chunk`: V_r = ceil(V / R) on each of the R ranks until none are left. Dtypes and special
-            values as in the op.
+        target_logits: one of three forms. [B, K+1, V_r]: the columns of this rank, which follow the columns of the
+            previous rank. [B, K+1, V]: whole logits, equal on every rank. Or a DTensor with placements Shard(-1) and
+            Replicate(). Columns are split as in DTensor and `torch.chunk`: each of the R ranks has V_r = ceil(V / R)
+            columns until none are left. Dtypes and special values are as in the op.
         draft_tokens: [B, K], tokens of the whole vocabulary, as in the op; equal on all ranks.
-        draft_logits: [B, K, V_r] or [B, K, V] in one of these forms. None = deterministic drafts.
+        draft_logits: [B, K, V_r] or [B, K, V], in one of the forms of `target_logits`. None = deterministic drafts.
         accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B] or a number, as in the op; equal on all ranks
             (computed from one seed, or sent by one rank).
-        draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
-            `torch_specops.vocab_parallel.sample` returned it.
+        draft_lse: [B, K], the logsumexp over the whole vocabulary that `torch_specops.sample` or
+            `torch_specops.vocab_parallel.sample` returned.
         lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = the
             DTensors' group, else the default group.
-        vocab_size: V. None = the DTensors' V, else R times the columns of `target_logits`: give it if R does not
-            divide V, or if these are whole.
+        vocab_size: V. None = the V of the DTensors, else R times the number of columns of `target_logits`. Pass it if R
+            does not divide V, or if the logits are whole tensors.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as the op returns them, on every rank.
 
     Raises:
-        TypeError: an argument that is not a tensor, number or group, or has another dtype.
-        ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
-            process group. If only some ranks raise, the others keep waiting.
+        TypeError: an argument is not a tensor, number or group, or has another dtype.
+        ValueError: a shape does not fit the split, a placement, mesh or device is wrong, a lenience is out of range, or
+            there is no process group. If only some ranks raise, the others wait forever.
 
     Examples:
         >>> import torch, torch_specops.vocab_parallel
@@ -112,7 +112,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     x = torch.where((x >= 0) & (x < shards.size), x, -1)  # [B, K] columns of this shard, -1 for other tokens
 
     def of_drafts(logits: Tensor) -> Tensor:
-        """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
+        """[B, K] the scaled logits of drafts whose columns this shard holds; -inf for other drafts."""
         return torch.where(x >= 0, scale(walk.logits_of(logits, x.clamp(min=0)), inverse_t), -torch.inf)
 
     # 1. Exchange the softmax statistics of every row, and the logit of each draft from the rank that holds it.
@@ -146,7 +146,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
     n = walk.prefix_lengths(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
-    # 2. Exchange the mass of p and of the residual in each shard of row n.
+    # 2. Exchange the mass of p and the mass of the residual of row n in each shard.
     rows = torch.arange(batch, device=n.device)
     z_p = z_target[rows, n]  # [B, V_r]
     weights = softmax_row(z_p, p_max[rows, n].float(), p_sum[rows, n])
@@ -160,7 +160,8 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
             of_shard = (weights - q).clamp(min=0)
-            # If the logits are equal, p = q, which rounding (also of a given draft_lse) could hide.
+            # If the logits are equal, p = q and the residual is empty. Compare the logits, because by rounding (also of
+            # a given draft_lse) the difference may not be 0.
             differs = (z_p != z_q).any(-1).double()
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     mass, *of_residual = _all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
@@ -171,7 +172,8 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         mass = torch.where(use_residual, residual_mass, mass)
         weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
 
-    # 3. Exchange the token, which one rank holds. All ranks should have the same n; using rank 0's guarantees it.
+    # 3. Exchange the next token, which only one rank can draw. Also use the n of rank 0 on all ranks, in case rounding
+    # differs between them.
     drawn = _draw_own(weights, mass, given.sample_uniforms, shards)
     last = _all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
@@ -186,12 +188,13 @@ def sample(
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_specops.sample` for logits whose columns are split over ranks: the same law, the same tokens.
+    """`torch_specops.sample` for logits whose columns are split over ranks.
 
-    It makes two all-gathers. Every rank must call it, as with `torch_specops.vocab_parallel.verify_exact`.
+    It makes two all-gathers. As with `torch_specops.vocab_parallel.verify_exact`, every rank must call it, and the
+    tokens are the same as those of the op.
 
     Args:
-        logits: [N, V_r] or [N, V], in one of the forms of `target_logits` there.
+        logits: [N, V_r] or [N, V], in one of the forms of `target_logits` in that function.
         uniforms: [N], as in the op; equal on all ranks.
         temperature: [N] or a number, as in the op; equal on all ranks.
         group, vocab_size: as in `torch_specops.vocab_parallel.verify_exact`.
@@ -200,7 +203,7 @@ def sample(
         tokens [N] int64 and lse [N] float32, as the op returns them, bitwise equal on all ranks.
 
     Raises:
-        TypeError, ValueError: as `torch_specops.vocab_parallel.verify_exact`.
+        TypeError, ValueError: as in `torch_specops.vocab_parallel.verify_exact`.
 
     Examples:
         >>> import torch, torch_specops.vocab_parallel
@@ -226,7 +229,7 @@ def sample(
         own.append(lowest_argmax(z, z_max) + shards.offset)
     every = _all_gather(torch.stack([numbers.double() for numbers in own]), shards).unbind(1)
     top, total, parts = _merge_stats(every[0], every[1])
-    # Relative to the shard's maximum, no weight that matters underflows.
+    # Compute weights relative to the maximum of the shard, so that no weight that matters underflows.
     weights = torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1))
     drawn = _draw_own(weights, parts, u, shards)
     last = _all_gather(torch.stack([drawn.double(), top + total.log()]), shards)
@@ -240,7 +243,7 @@ def sample(
 
 
 class Shards(NamedTuple):
-    """A vocabulary split over the ranks of a group, and the columns of this rank."""
+    """How a vocabulary is split over the ranks of a group, and which columns this rank has."""
 
     group: ProcessGroup
     vocab_size: int
@@ -249,30 +252,30 @@ class Shards(NamedTuple):
 
 
 def _all_gather(x: Tensor, shards: Shards) -> Tensor:
-    """[...] -> [R, ...] by one functional collective, which eager calls run and the compiler traces."""
+    """[...] -> [R, ...] by one functional collective, which works in eager and in compiled code."""
     num_ranks = shards.group.size()
     return private.all_gather(x.contiguous(), num_ranks, shards.group).view(num_ranks, *x.shape)
 
 
 def _merge_stats(z_max: Tensor, z_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, ...] maxima and sums of exp(z - maximum), float64 -> the maximum over all shards [...], the sum relative to
-    it [...], and each shard's part of that sum [R, ...]."""
+    """Maxima and sums of exp(z - maximum) of all shards, [R, ...] float64 -> the maximum over all shards [...], the sum
+    relative to it [...], and the part of each shard in that sum [R, ...]."""
     top = z_max.amax(0)
     parts = z_sum * torch.exp(z_max - top.clamp(min=-FLOAT32_MAX))
     return top, parts.sum(0), parts
 
 
 def _merge_argmax(z_max: Tensor, index: Tensor) -> Tensor:
-    """[R, ...] the maximum of each shard and its index, float64 -> the lowest index of the maximum over all shards, -1
-    without a finite entry."""
+    """The maximum of each shard and its index, [R, ...] float64 -> the lowest index of the maximum over all shards; -1
+    if no entry is finite."""
     top = z_max.amax(0)
     lowest = torch.where(z_max == top, index, torch.inf).amin(0)
     return torch.where(top > -torch.inf, lowest, -1.0).long()
 
 
 def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -> Tensor:
-    """Weights [N, V_r], masses of the shards [R, N], uniforms [N] -> [N] the token that the inverse CDF over all shards
-    selects, if this shard holds it; else -1."""
+    """Weights [N, V_r], masses of the shards [R, N], uniforms [N] -> [N], the token that the inverse CDF over all
+    shards selects if it is in this shard, else -1."""
     shard = draw(mass.transpose(0, 1), uniforms)
     cdf = mass.cumsum(0)
     index = shard.clamp(min=0).unsqueeze(0)
@@ -285,8 +288,8 @@ def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -
 def _place(
     given: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
 ) -> tuple[Shards, dict[str, Any]]:
-    """The split, and the arguments as plain tensors. Of the logits they have this rank's columns, or one column of -inf
-    if it has none."""
+    """Determine how the vocabulary is split, and convert the arguments to plain tensors. The logits are reduced to the
+    columns of this rank, or to one column of -inf if it has none."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group: expected a mesh of one dimension, got {group.ndim}; take one by mesh['name']")
@@ -323,8 +326,8 @@ def _place(
 
 
 def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group over which the columns are sharded. For whole logits, the group of their mesh if it has one
-    dimension."""
+    """The group over which the columns of a DTensor are sharded. For whole logits, it is the group of their mesh if the
+    mesh has one dimension, else the given group."""
     mesh, placements = logits.device_mesh, logits.placements
     sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     for placement in (placements[i] for i in sharded):
