@@ -51,7 +51,7 @@ config: Any
 CustomGraphPass: Any
 config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
-# The target of a graph node is an op or its only overload, so list both.
+# A graph may contain an op or its default overload, so list both.
 _OPS: set[Any] = {getattr(_specops, name) for name in ops.__all__ if name != "filter_logits"}
 _OPS |= {op.default for op in _OPS}
 # Targets that may copy or cast. Methods are identified by name. `_kind` compares the dtypes and shapes of input and

@@ -109,7 +109,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     inverse_t = inverse_temperature(temperature)  # [B]
     in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
     x = draft_tokens.long() - shards.offset
-    x = torch.where((x >= 0) & (x < shards.size), x, -1)  # [B, K] columns of this shard, -1 for other tokens
+    x = torch.where((x >= 0) & (x < shards.size), x, -1)  # [B, K], columns of this shard, or -1
 
     def of_drafts(logits: Tensor) -> Tensor:
         """[B, K] the scaled logits of drafts whose columns this shard holds; -inf for other drafts."""
@@ -127,7 +127,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             own["q_max"], own["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
     gathered = _all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
     widths = [numbers.shape[1] for numbers in own.values()]
-    every = dict(zip(own, gathered.split(widths, 2), strict=True))  # [R, B, ..] under each name
+    every = dict(zip(own, gathered.split(widths, 2), strict=True))  # name -> [R, B, ..]
 
     p_max, p_sum, _ = _merge_stats(every["p_max"], every["p_sum"])
     z_px = every["z_px"].amax(0)

@@ -35,7 +35,7 @@ class EarlyExit(ModelDraft):
         tensor([11])
     """
 
-    # Both are the target's, which is not known before `bind`.
+    # The vocabulary and the device are the target's, which is not known before `bind`.
     vocab_size = device = None
 
     def __init__(self, num_layers: int) -> None:

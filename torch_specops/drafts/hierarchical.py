@@ -88,8 +88,8 @@ class HierarchicalDraft(ModelDraft):
         self.inner.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
-        # Beyond K, a row that has K drafts still reads inner drafts after them. A step also reads again the token
-        # before the newest one.
+        # The model may read more than K tokens in a step: a row that has K drafts still reads inner drafts after them,
+        # and the first forward of a step reads one more token.
         super().expect(num_draft_tokens + self.num_inner_tokens + 1)
         # The inner source also catches up by one token, and its sequence grows by the drafts of the step.
         self.inner.expect(num_draft_tokens + self.num_inner_tokens + 2)

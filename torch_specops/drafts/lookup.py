@@ -16,8 +16,8 @@ from ..models.base import settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
 
-# `SuffixLookup` measures the length of matches only at NUM_PLACES places: those that agree with the most of the row's
-# last NUM_TOKENS tokens, and among equals the newest.
+# `SuffixLookup` measures the length of matches at no more than NUM_PLACES places. It chooses the places that match most
+# of the row's last NUM_TOKENS tokens, and prefers newer places among equals.
 NUM_PLACES, NUM_TOKENS = 32, 3
 # `PromptLookup` measures the length of its match only up to this many tokens.
 LONGEST_MATCH = 20
@@ -205,7 +205,7 @@ class SuffixLookup(_Lookup):
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
         text, last, own = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
-        end, length = self._matches(text, last, own)  # [B, C], the newest first among equally good places
+        end, length = self._matches(text, last, own)  # [B, C]; among equally good places, the newest comes first
         longest = length.amax(1, keepdim=True)
         agrees = (length == longest) & (longest >= self.min_ngram)
         probability = torch.ones_like(longest, dtype=torch.float32)
@@ -226,7 +226,7 @@ class SuffixLookup(_Lookup):
     def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
         """Candidate places [B, C], and for each place the length of its match: how many tokens up to the place equal
         the last tokens of the row."""
-        # Take the places that agree with the most of the row's last few tokens, and among equals the newest first.
+        # Choose the places that match most of the row's last few tokens, and prefer newer places among equals.
         num_equal = _match_lengths(text, last, own, min(NUM_TOKENS, self.max_ngram))
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)

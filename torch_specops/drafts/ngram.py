@@ -138,7 +138,7 @@ class NGram(DraftSource):
         )
 
     def static_tensors(self) -> Sequence[Tensor]:
-        # `propose` reads only tables that never change, so there is nothing to copy or to keep at an address.
+        # The tables never change and never move, so a CUDA graph of a step stays valid.
         return ()
 
     def propose(

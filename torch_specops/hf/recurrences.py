@@ -65,7 +65,8 @@ class StepStates:
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         num_slots = conv.shape[1]
         self._slots = slots_before(positions, num_slots)
-        # For each token: the index in [B * R] of the state before it, and the slot in [R] of the state after it.
+        # For each token: the index of the state before it among the B * R slots of all sequences, and the slot of the
+        # state after it, 0 .. R - 1.
         self._before = (self.rows.unsqueeze(1) * num_slots + self._slots).unbind(1)
         self._behind = ((positions + 1) % num_slots).unbind(1)
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
-# Containers that other code may change after a look.
+# Containers that other code may change between two looks.
 MUTABLE = (list, set, dict, OrderedDict)
 INERT = (complex, bytes, Enum, type, ModuleType, BuiltinFunctionType, PreTrainedConfig, GenerationConfig)
 # Packages whose classes and functions store no intermediate results of a forward.
@@ -75,7 +75,8 @@ def _make_partial(old: partial[Any], function: Any, args: tuple[Any, ...], *name
 
 def _make_function(old: FunctionType, *parts: Any) -> FunctionType:
     cells, names = old.__closure__ or (), old.__kwdefaults__ or {}
-    # Reuse a cell with an unchanged content, because other functions may write to it later.
+    # If the content of a closure cell does not change, reuse the cell, because other functions may share it and write
+    # to it later.
     inside = tuple(cell if part is _content(cell) else CellType(part) for cell, part in zip(cells, parts, strict=False))
     defaults, *named = parts[len(cells) :]
     made = FunctionType(old.__code__, old.__globals__, old.__name__, defaults, inside)

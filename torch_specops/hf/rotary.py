@@ -100,7 +100,7 @@ def _rotate(
             parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, values, strict=True))
         values = parts
     if is_dynamic:
-        # Read a short input to reset the frequencies, because the module would use the last ones in its next forward.
+        # Read a short input to reset the frequencies, because the module keeps those of its last forward.
         forward(x, torch.zeros_like(position_ids[..., :1]))
     assert values is not None
     return values[0] if is_single else values

@@ -200,7 +200,7 @@ def _check_logits(name: str, logits: Tensor, axes: str) -> None:
     _check_dtype(name, logits, LOGITS)
     if logits.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: expected a CPU or CUDA tensor, got a tensor on {logits.device}")
-    # Token indices are 32-bit inside the kernels.
+    # Limit the vocabulary, because token ids are 32-bit numbers inside the kernels.
     if not 1 <= logits.shape[-1] < 2**31 - 2**16:
         raise ValueError(f"{name}: expected a vocabulary of 1 to 2**31 - 2**16 entries, got shape {list(logits.shape)}")
 

@@ -77,7 +77,8 @@ class RaggedKeyValues:
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
         rows = rows.unsqueeze(1) if rows.dim() == 1 else rows
-        # Inductor writes an index assignment in place, but turns `scatter_` into two copies of the whole buffer.
+        # Use an index assignment, because Inductor writes it in place, and turns `scatter_` into two copies of the
+        # whole buffer.
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer[rows, :, slots] = new.transpose(1, 2)
 
@@ -87,7 +88,7 @@ class RaggedKeyValues:
 
         Returns views of the buffers if `rows` is None, otherwise copies.
         """
-        # `narrow` takes half the time of indexing.
+        # Use `narrow`, because it takes half the time of indexing.
         width = self.keys.shape[2] if width is None else width
         keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))

@@ -58,8 +58,8 @@ def register_op(
                 return body(*(float(x) if index in floats else x for index, x in enumerate(args)))
             return op(*args)
 
-        # If a public function raises while it is traced, Dynamo runs it eagerly. Dynamo must not try to compile this
-        # function then.
+        # If a public function raises while Dynamo traces it, Dynamo runs it eagerly. Without this line, Dynamo would
+        # then compile `call` as a separate graph.
         private.leave_uncompiled(call)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

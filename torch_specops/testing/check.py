@@ -97,8 +97,7 @@ def check_lossless(
     def call(seeds: Tensor) -> Generated:
         return step_fn(start.repeat(len(seeds), 1), seeds[:, 0].to(start.device))
 
-    # Draw 64-bit seeds at random instead of counting, because torch's CPU generator uses only the low 32 bits of its
-    # seed, and seeds must differ in these bits.
+    # Seeds must differ in their low 32 bits, as random numbers do, because torch's CPU generator uses only these bits.
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (trials, 1), generator=generator, device="cpu")
     repeated = "random numbers that come from its seeds, got the tokens of other seeds"

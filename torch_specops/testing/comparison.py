@@ -193,9 +193,9 @@ def _moved(
                 if name == "draft_lse":
                     moved[name] = torch.where(x.isfinite(), changed, x)
                 else:
-                    # Keep numbers strictly between 0 and 1, except where 1 or more gives a result that rounding may
-                    # give too: a uniform above 1 rejects a draft with p = q, and a uniform outside [0, 1) draws the
-                    # first or the last token.
+                    # Keep numbers strictly between 0 and 1, with two exceptions. An acceptance uniform may exceed 1,
+                    # because rounding may reject a draft with p = q. A uniform that draws a token may leave [0, 1); it
+                    # then draws the first or the last token.
                     lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE_FLOAT64
                     endless = name in DRAWING or (name == "accept_uniforms" and op != "verify_block")
                     highest = math.inf if endless else BELOW_ONE_FLOAT64

@@ -210,7 +210,7 @@ def _cached_decoder(
         draft = "early exit", draft_model.num_layers
     if type(draft_model) is MTP or type(draft_model) is DFlash:
         draft = type(draft_model), draft_model.head
-    # Include the device and the dtype, because a compiled graph is valid for one of each.
+    # Include the device and the dtype, because compiled code works only for one device and one dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _decoders.get(model)
     # Remove the decoder while it is in use, so that a concurrent call from another thread creates another one.
@@ -225,7 +225,8 @@ def _cached_decoder(
     return _CachedDecoder(made_for, shadow, decoder)
 
 
-# Model -> for `MTP` and `DFlash`, the settings that a draft network was loaded for, and the network.
+# For each model and kind of draft (`MTP` or `DFlash`): the settings that the draft network was loaded for, and the
+# network.
 _heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any]]] = WeakKeyDictionary()
 
 

@@ -136,7 +136,7 @@ def read_processors(
         num_called += 1
         values = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
     if not config.do_sample:
-        # Temperature and filters do not change the argmax.
+        # Drop the temperature and the filters, because they do not change the argmax.
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0.0
     return ProcessorSampling(
@@ -177,7 +177,8 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
     match processor:
         # This case includes the subclass for bad words, which has already removed eos tokens.
         case generation.SequenceBiasLogitsProcessor():
-            # transformers 5.17 ignores a sequence that is longer than the input, padding included.
+            # transformers 5.17 ignores the bias of a token sequence that is longer than the padded prompt. `Bias` does
+            # not, so do not convert such a processor.
             if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
                 return None
             return {"biases": tuple(Bias(tuple(map(int, key)), bias) for key, bias in processor.sequence_bias.items())}

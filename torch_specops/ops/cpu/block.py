@@ -63,7 +63,7 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
     if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None
     for i in range(end - 1, 0, -1):
-        # Accept i drafts if u_i < h_i, with h_i = S_i / (S_i + 1 - P_i) <= P_i. P_i = 1 accepts, even if the
+        # Accept i drafts if u_i < h_i, with h_i = S_i / (S_i + 1 - P_i) <= P_i. If P_i = 1, accept them even if the
         # residual is empty.
         if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p, [(b, i)], reach[i])
@@ -95,7 +95,8 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
     end = prefix_lengths(in_vocab & (p_sum[:, :-1] > 0))  # [B]
     n = end
     if num_drafts > 0:
-        reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
+        # [B, K+1], P_0 .. P_K.
+        reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)
         # If a row of the target equals the draft's row, q = c p for a number c, and the residual is (P - c) p.
         equal = None
         if q is not None:
@@ -115,11 +116,12 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
         inner = slice(None), slice(first, num_drafts)
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
         mass = weights.sum(-1, dtype=torch.float64)
-        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))  # [B, K+1] S_0 or 0, S_1 .. S_{K-1}, 0
+        # [B, K+1], S_0 (or 0 if row 0 was skipped), S_1 .. S_{K-1}, and 0 at the end.
+        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))
         u = pad(args.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
-        # Accept i drafts if u_i < h_i, with h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts,
-        # even if the residual is empty.
+        # Accept i drafts if u_i < h_i, with h_i = P_i at the end of the block and h_i = S_i / (S_i + 1 - P_i) before.
+        # If P_i = 1, accept them even if the residual is empty.
         accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
         accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
         n = torch.where(accepted, position, 0).amax(1)
@@ -146,5 +148,5 @@ def _reach(p_x: Tensor, q_x: Tensor) -> Tensor:
     ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
     index = torch.arange(ratio.shape[1], device=ratio.device)
     products = torch.where(index >= index.unsqueeze(-1), ratio.unsqueeze(1), 1.0).cumprod(-1)
-    # A product is NaN if it overflowed before a ratio of zero.
+    # A product that overflows to inf before it is multiplied by a ratio of 0 is NaN. Replace it by 0.
     return torch.where(products.isnan(), 0.0, products).amin(1).clamp(max=1.0)

@@ -87,10 +87,10 @@ def floats(values: Sequence[float]) -> Tensor:
 class Rows(NamedTuple):
     """C rows for each of B sequences, as weights with p = weights / total."""
 
-    z: Tensor  # [B, C, V] scaled logits, -inf where masked or removed by a filter
+    z: Tensor  # [B, C, V], scaled logits; -inf where masked or removed by a filter
     weights: Tensor  # [B, C, V] float32
-    maximum: list[list[float]]  # [B][C] of z
-    total: list[list[float]]  # [B][C] 0 for a row with no finite entry
+    maximum: list[list[float]]  # [B][C], the maximum of z in each row
+    total: list[list[float]]  # [B][C], the sum of the weights; 0 for a row without a finite entry
 
     def probabilities(self, tokens: Tensor) -> Callable[[int, int], float]:
         """Tokens [B, <= C] -> a function (b, i) -> the probability of the token in row (b, i), in float64."""
@@ -133,8 +133,8 @@ def scaled_rows(logits: Tensor, inverse: Tensor | None, filters: Filters) -> tup
             bounds = bounds._replace(first=None)
         z = torch.where(is_kept(logits, bounds), z, -math.inf)
     maximum = z.amax(-1).tolist()
-    # A logit that is NaN or +inf, or overflows to +inf, makes the maximum NaN or infinite; then scale the row again
-    # with clamping. A logit that overflows to -inf needs no clamping, because its weight is 0 beside a finite maximum.
+    # If a maximum is NaN or infinite, a logit is NaN or +inf, or has overflowed to +inf. Scale again with clamping
+    # then. A logit that overflows to -inf needs no clamping, because its weight is 0 beside a finite maximum.
     if not all(-FLOAT32_MAX < each < FLOAT32_MAX for row in maximum for each in row):
         z = scale_kept(logits, inverse, bounds)
         maximum = z.amax(-1).tolist()
@@ -188,7 +188,7 @@ def _draw_from(weights: Tensor, u: float, least: float) -> int:
     sums = list(accumulate(mass, initial=0.0))
     if sums[-1] <= least:
         return -1
-    # By rounding, u * sum may not be below any cumulative sum. Take the last tile with a positive weight then.
+    # Rounding may make u * sum as large as the last cumulative sum. Take the last tile with a positive weight then.
     tile = min(bisect_right(sums, u * sums[-1]), bisect_left(sums, sums[-1])) - 1
     inside = weights[tile * TILE : (tile + 1) * TILE].tolist()
     return tile * TILE + _first_above(list(accumulate(inside)), u * sums[-1] - sums[tile], inside)

@@ -68,8 +68,8 @@ def prefix_length(accepted: Iterable[bool]) -> int:
 
 def next_tokens(
     p: Rows,
-    ends: Sequence[tuple[int, int]],  # the row (b, i) of p after the accepted drafts of each sequence
-    rejected: Sequence[int],  # the sequences with a residual
+    ends: Sequence[tuple[int, int]],  # for each sequence, the row (b, i) of p after its accepted drafts
+    rejected: Sequence[int],  # the sequences that have a residual
     residual: Tensor | None,  # [len(rejected), V]
     uniforms: Sequence[float],
 ) -> list[int]:
@@ -95,8 +95,8 @@ class Drafts:
         self.args, self.inverse = args, inverse
         self.tokens = args.draft_tokens.tolist()
         self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
-        # The tokens [B, K] as valid indices. Tokens outside the vocabulary are clamped, because they are rejected
-        # whatever their probability.
+        # The tokens [B, K] as valid indices. Tokens outside the vocabulary are rejected anyway, so their index does not
+        # matter.
         self.x = args.draft_tokens.clamp(0, vocab_size - 1).long()
         self.lse: list[list[float]] = [] if args.draft_lse is None else args.draft_lse.tolist()
         self.rows: Rows | None = None

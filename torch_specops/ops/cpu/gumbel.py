@@ -121,8 +121,8 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
         return -1
     small = hashes(key, len(z))
     likely = np.flatnonzero(z >= _below(top, 1, inverse))[:NUM_LIKELY]
-    # The largest score is at least this. A token reaches it only if its noise g >= least + (top - z) / T, and g is at
-    # most -log w, so its hash must be small.
+    # The largest score is at least `least`. A token can have it only if its noise g >= least + (top - z) / T. Because g
+    # is at most -log w, the hash of such a token is small.
     least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SCORE_SLACK
     wins = z >= _below(top, NEAR_TOP, inverse)
     wins &= small <= _limit(least)

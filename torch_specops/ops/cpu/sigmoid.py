@@ -27,7 +27,7 @@ def _verify_sampled(args: SigmoidArguments) -> list[Outcome]:
     inverse_t = inverse_of(args.temperature)  # [B]
     x, in_vocab = draft_indices(args.draft_tokens, target_logits.shape[2])
 
-    # n is the number of drafts before the first rejection, with scores instead of probabilities.
+    # Test the drafts with scores instead of probabilities. n is the number of drafts before the first rejection.
     p_x, q_x = (
         score(floor(scale(logits_of(logits, x), inverse_t), *scores).double(), *scores)
         for logits in (target_logits[:, :num_drafts], draft_logits)
@@ -64,7 +64,7 @@ def dense(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
 
-    # n is the number of drafts before the first rejection, with scores instead of probabilities.
+    # Test the drafts with scores instead of probabilities. n is the number of drafts before the first rejection.
     z_px = floor(scale(logits_of(target_logits[:, :num_drafts], x), inverse_t), alpha, beta)  # [B, K]
     z_qx = floor(scale(logits_of(draft_logits, x), inverse_t), alpha, beta)
     p_x, q_x = score(z_px.double(), alpha, beta), score(z_qx.double(), alpha, beta)

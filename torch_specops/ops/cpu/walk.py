@@ -82,11 +82,11 @@ def is_near_argmax(z: Tensor, z_max: Tensor, argmax_lenience: float) -> Tensor:
 
 
 def residual(
-    weights: Tensor,  # [..., V] p, for `verify_block` P p
+    weights: Tensor,  # [..., V], the weights p, or P p in `verify_block`
     z_p: Tensor,  # [..., V]
-    x: Tensor,  # [...] the draft token
+    x: Tensor,  # [...], the draft tokens
     q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
-    equal: Tensor | float = 0.0,  # [..., V] the result for rows of equal logits
+    equal: Tensor | float = 0.0,  # [..., V], the result for rows with equal logits
 ) -> Tensor:
     """[..., V] max(weights - q, 0)."""
     if q is None:
@@ -107,8 +107,8 @@ def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor, least:
 
 def output_rows(
     draft_tokens: Tensor,  # [B, K]
-    n: Tensor,  # [B] drafts accepted
-    drawn: Tensor,  # [B] next token of sampled rows
+    n: Tensor,  # [B], the number of accepted drafts
+    drawn: Tensor,  # [B], the next token of each sampled row
     greedy_tokens: Tensor | None,  # [B, K+1]
     temperature: Tensor | None,  # [B]
 ) -> Tensor:

@@ -43,14 +43,14 @@ def attend_kernel(
     keys_ptr,  # [B, H, capacity, D] contiguous
     values_ptr,  # [B, H, capacity, D] contiguous
     spans_ptr,  # [B, n, 2]
-    sums_ptr,  # [B, n, GROUP * H, PARTS, D] float32; of one part the output
-    scales_ptr,  # [B, n, GROUP * H, PARTS, 2] float32: maximum, sum of exponentials; None with one part
+    sums_ptr,  # [B, n, GROUP * H, PARTS, D] float32; with one part, this is the output
+    scales_ptr,  # [B, n, GROUP * H, PARTS, 2] float32, maximum and sum of exponentials; None with one part
     stride_b,
     stride_h,
     stride_n,
     num_queries,
     capacity,
-    SCALE: tl.constexpr,  # makes scores exponents of 2
+    SCALE: tl.constexpr,  # scale * log2(e), because the kernel computes powers of 2
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,

@@ -79,13 +79,13 @@ def reach_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     state_ptr,  # [B, K, 4]
-    ratio_ptr,  # [B, K] float64 p / q of draft i; -1 if the block ends before it, or a greedy sequence rejects it
-    reach_ptr,  # [B, K] float64 P_i if the block may end before draft i, else -1
-    count_ptr,  # [B] programs that have stored their ratio
-    num_accepted_ptr,  # [B]; -1 if the residuals decide
+    ratio_ptr,  # [B, K] float64, p / q of draft i; -1 if the block ends before it, or a greedy row rejects it
+    reach_ptr,  # [B, K] float64, P_i if i is a candidate, else -1
+    count_ptr,  # [B], the number of programs that have stored their ratio
+    num_accepted_ptr,  # [B]; -1 if it depends on the residuals, which the next kernel sums
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -226,12 +226,12 @@ def draw_kernel(
     sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
-    mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
-    count_ptr,  # [B] programs that have summed their part of the residuals
+    mass_ptr,  # [B, K, num_tiles, 2] residual mass, and 1 if p and q differ in the tile
+    count_ptr,  # [B], the number of programs that have summed their part of the residuals
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
     stride_target_b,

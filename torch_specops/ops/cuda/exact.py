@@ -67,7 +67,7 @@ def rest_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     stride_target_b,
     stride_target_k,
@@ -82,7 +82,7 @@ def rest_kernel(
     rows_per_sequence,
     num_bounds,
     lenience,
-    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    argmax_gap,  # the log of argmax_lenience; None: greedy rows accept only the argmax
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -171,11 +171,11 @@ def draw_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
-    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
-    state_ptr,  # [B, 4] of the rows drawn from
-    count_ptr,  # [B] programs that have summed their part of the residual
+    mass_ptr,  # [B, num_tiles, 2] residual mass, and 1 if p and q differ in the tile
+    state_ptr,  # [B, 4], the state of the rows that the next token is drawn from
+    count_ptr,  # [B], the number of programs that have summed their part of the residual
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
     stride_target_b,
@@ -191,7 +191,7 @@ def draw_kernel(
     rows_per_sequence,
     num_bounds,
     lenience,
-    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    argmax_gap,  # the log of argmax_lenience; None: greedy rows accept only the argmax
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,

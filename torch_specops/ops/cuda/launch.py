@@ -24,7 +24,8 @@ from .. import private
 MAX_TILE = 4096
 MIN_TILE = 1024
 FEW_PROGRAMS = 1024
-# About four programs of 8 warps for each multiprocessor of a large GPU.
+# A program processes several tiles only if at least this many programs remain. These are about four programs of 8 warps
+# for each multiprocessor of a large GPU.
 RESIDENT_PROGRAMS = 512
 MAX_TILES_PER_PROGRAM = 8
 # CUDA's limit for the second and third axis of a grid.

@@ -112,7 +112,7 @@ def score_kernel(
     draft_tokens_ptr,  # [B, K]
     accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
-    partial_ptr,  # [B, K+1, num_tiles, 2]; a sampled sequence uses row 0
+    partial_ptr,  # [B, K+1, num_tiles, 2]; a sampled sequence uses only row 0
     num_accepted_ptr,  # [B]
     stride_target_b,
     stride_target_k,
@@ -133,7 +133,7 @@ def score_kernel(
     b = tl.program_id(0).to(tl.int64)
     first_tile = tl.program_id(1) * tiles_per_program
     last_tile = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
-    # Inductor passes a Python float as float64, a launch as float32.
+    # Cast, because a Python float arrives as float64 from Inductor and as float32 from a direct launch.
     alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
     lowest = tl.cast(lowest, tl.float32)
     target_ptr += b * stride_target_b
@@ -223,7 +223,7 @@ def draw_kernel(
     WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    # Inductor passes a Python float as float64, a launch as float32.
+    # Cast, because a Python float arrives as float64 from Inductor and as float32 from a direct launch.
     alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
     lowest = tl.cast(lowest, tl.float32)
     tokens_ptr = draft_tokens_ptr + b * num_drafts

@@ -61,10 +61,10 @@ def stats_kernel(
     draft_ptr,  # [B, K, V]; None: its rows are not read
     draft_tokens_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
-    bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows if they are filtered; or None
-    draft_bounds_ptr,  # the same if the draft rows are filtered, else None
+    bounds_ptr,  # [B, num_bounds, 2] bounds of target rows, then of draft rows if they are filtered; or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
-    count_ptr,  # [B] zeroed
+    count_ptr,  # [B], set to 0
     stride_target_b,
     stride_target_k,
     stride_target_v,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import launch
 
-# The number of random numbers per program, and of warps per program.
+# The number of random numbers that a program computes, and its number of warps.
 LANES, WARPS = 128, 4
 
 
@@ -29,9 +29,9 @@ def numbers_kernel(
     numbers_ptr,  # [B, width]
     size,  # B * width
     width,
-    count,  # columns with numbers of the first stream
+    count,  # the number of columns with numbers of the first stream
     stream_id,
-    last_stream_id,  # the column after them has the first number of this stream
+    last_stream_id,  # the next column has the first number of this stream
     LANES: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)

@@ -42,7 +42,7 @@ from .search import cut_kernel
 # whole; 32 entries of a 16-bit type are two sectors of memory.
 GROUP = 64
 PARTS = 2
-# The list of a row has room for this many entries times the number of groups of the row.
+# The list of a row has room for ROOM * (number of groups of the row) entries.
 ROOM = 4
 # Rows of up to this many groups use 8 warps. With 8 warps for longer or strided rows, or with 4 warps, ptxas spills
 # registers.

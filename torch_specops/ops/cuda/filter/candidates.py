@@ -67,7 +67,7 @@ def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scalin
             base = tl.multiple_of(row_ptr - lead, 16)
             whole = (listed & (place >= lead) & (place + PIECE <= end_of_row))[:, None]
             raw = tl.load(base + position, mask=whole, other=float("-inf"))
-            # Parts are in the order of token ids, so only the last part of this chunk can reach beyond the row.
+            # Parts are in the order of token ids, so if a part of this chunk reaches beyond the row, the last one does.
             last = tl.load(part_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
             if ((start == 0) & (lead > 0)) | (((last + 1) << shift) * PIECE > end_of_row):
                 split = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)

@@ -83,8 +83,8 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
         if every > 1:
             expected = wanted / every
             if is_mass:
-                # Estimate the mass below the cut from the sample. It is spread over many entries, so its estimate is
-                # more accurate than the estimate of the mass above.
+                # Estimate the mass below the cut, because it is spread over many entries. A sample estimates it more
+                # accurately than the mass above the cut.
                 expected = inside - (mass - wanted) / every
             low, high = likely_keys(lo, hi, expected, every, held, count, is_mass, scaling)
             every = 1
@@ -141,9 +141,9 @@ def cut_kernel(
     min_p_ptr,  # [B] or None
     top_ptr,  # [B, R + K, num_groups * GROUP / PART]
     sum_ptr,  # [B, R + K, num_groups] or None
-    part_ptr,  # [B, R + K, num_groups * GROUP / PART] numbers of the parts that matter
-    token_ptr,  # [B, R + K, room] tokens of the entries that may be the cut
-    value_ptr,  # [B, R + K, room] and their logits
+    part_ptr,  # [B, R + K, num_groups * GROUP / PART] indices of the parts to read again
+    token_ptr,  # [B, R + K, room] token ids of the entries that may be the cut
+    value_ptr,  # [B, R + K, room] logits of these entries
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
     stride_b,
     stride_r,
@@ -198,7 +198,8 @@ def cut_kernel(
         highest = order_key(x_max.to(DTYPE))
         lo = lowest_key(DTYPE)
         if ((top_k > 0) | (top_p < 1)) & (x_max > float("-inf")):
-            # At most `allowed` may be below the key: for top-k all groups but k, for top-p the mass that it removes.
+            # `allowed` limits what may be below the candidate key: for top-k all groups except k, for top-p the mass
+            # that it removes.
             amount = tl.where(finite, 1.0, 0.0)
             rest = tl.zeros(top.shape, tl.float32)
             allowed = total(amount) - top_k
@@ -251,7 +252,8 @@ def cut_kernel(
                     wanted = tl.where(is_mass, wanted_mass, top_k.to(tl.float64))
                     above = 0.0
                     if hi <= highest:
-                        # After top-k, the list may not have all keys up to the highest one, so build it again.
+                        # The search for top-k may have narrowed the list to keys below the highest one, so build the
+                        # list again.
                         hi = highest + 1
                         count = places + 1
                     if is_mass & (top_k > 0):
