@@ -41,7 +41,7 @@ def walltime_factor(alpha: Number, cost_ratio: Number, num_draft_tokens: int | T
     3.8).
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, with the same errors and type of result.
         cost_ratio: c, finite and >= 0, the time of one draft forward / the time of one target forward.
 
     Examples:
@@ -58,7 +58,8 @@ def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens:
     ** (K + 1)) (theorem 3.11).
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result (>= 1) and errors.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`. The errors are the same, and so is the result's type;
+            it is >= 1.
         operations_ratio: c^, finite and >= 0, operations per token of the draft / operations per token of the target.
 
     Examples:
@@ -76,7 +77,7 @@ def memory_access_factor(alpha: Number, num_draft_tokens: int | Tensor, memory_r
     = m, and the result is the inverse of `walltime_factor`.
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, with the same errors and type of result.
         memory_ratio: m, finite and >= 0, bytes read for one draft / bytes read in one target forward.
 
     Examples:

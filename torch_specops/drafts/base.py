@@ -43,7 +43,7 @@ def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
 
 
 class DraftSource(Part, ABC):
-    """A source of draft tokens. To write your own, derive from this class and define `propose`.
+    """A source of draft tokens. To write a new source, derive from this class and define `propose`.
 
     In every method, `tokens` [B, W] int64 holds the sequences from index 0 on, and `lengths` [B] int64, 1..W, holds
     their lengths. Ignore entries of `tokens` at or after a row's length. All methods except `propose` run eagerly.

@@ -28,7 +28,7 @@ UNREADABLE = {
 
 
 class Reading(NamedTuple):
-    """Attributes of `TransformersModel` for a model that passed a check."""
+    """The results of the checks of a model, which become attributes of `TransformersModel`."""
 
     supports_spans: bool
     max_length: int | None
@@ -40,7 +40,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     model compiled with `torch.compile` becomes the original, because the loop compiles its steps itself.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: `model` is not a transformers model.
         ValueError: a `PeftModel` whose forward changes the input or the weights of its base model, for example prompt
             tuning.
     """
@@ -61,8 +61,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that cannot be rolled back, has no language head, or is offloaded, on several
-    devices or sharded by FSDP2 over several ranks."""
+    """Raise ValueError if the loop cannot decode the model. Such a model cannot be rolled back, has no language head,
+    is offloaded, is on several devices, or is sharded by FSDP2 over several ranks."""
     _check_layers(model)
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):

@@ -35,8 +35,8 @@ def grouped_attention(
 
     Instead of a mask, `attention_mask` may hold spans of slots for `attend`, [B, 1, n, 2] int64.
 
-    Queries of several sequences may be packed into one row, [1, G * heads, N, D]. They are then ordered by sequence,
-    and exclude padding: a query is padding if its row of the mask [B, 1, n, W] is empty.
+    Queries of several sequences may be packed into one row, [1, G * heads, N, D]. They are then ordered by sequence and
+    contain no padding. The mask [B, 1, n, W] shows which queries are left out as padding: those whose row is empty.
     """
     if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
@@ -67,8 +67,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
-    """Select `grouped_attention` in a config with "sdpa" if its queries are grouped or the model gets spans; otherwise
-    restore "sdpa"."""
+    """If a config uses "sdpa", replace it by `grouped_attention` if its query heads are grouped or the model gets
+    spans. Otherwise set it back to "sdpa"."""
     # In a heterogeneous model, each layer may have a different number of heads, which the config does not show.
     is_grouped = use_spans or getattr(config, "is_heterogeneous", False)
     if not is_grouped:

@@ -29,7 +29,7 @@ UNLIMITED = (0.0, float("inf"))
 
 
 def slots_before(positions: Tensor, num_slots: int) -> Tensor:
-    """The ring slots of the states before these positions."""
+    """The ring slots that hold the states before these positions."""
     return positions % num_slots
 
 
@@ -42,7 +42,7 @@ class StepStates:
     """The cache that is passed to a module while it reads the tokens of a step.
 
     Args:
-        conv: [B, R, C, W], the last W inputs of the convolution before each position.
+        conv: [B, R, C, W], for each slot the last W inputs of the convolution before its position.
         recurrent: [B, R, ...] float32, the states of the recurrence; None = the module has none.
         positions: [A, S] int64, the position of each token. The state before a position must have been stored by an
             earlier call or by an earlier token of this call. A position may occur twice.

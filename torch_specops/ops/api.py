@@ -41,7 +41,7 @@ def verify_exact(
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Verify K draft tokens per sequence and draw the next token: lossless speculative sampling.
+    """Verify K draft tokens per sequence and draw the next token. This is lossless speculative sampling.
 
     Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`. Drafts are tested in order up to the first
     rejection. The next token is then drawn from the residual max(p - q, 0) of that position, or from p if all K drafts
@@ -72,7 +72,7 @@ def verify_exact(
             al. appendix A.5). Greedy rows ignore it.
         top_k: [B] int64 or int32, or an int, as in `filter_logits`. Like the other filters, it applies to target and
             draft, unless `filter_draft` is False.
-        top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the effect of a NaN temperature.
+        top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the same effect as a NaN temperature.
         argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. With l < 1, a draft x
             is accepted if p(x) >= l max p, where p is the softmax at temperature 1 (Leviathan et al. appendix A.5). The
             output may then differ from the target's greedy tokens. Sampled rows ignore it.
@@ -118,15 +118,16 @@ def verify_block(
     min_p: PerRow = None,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
+    """Verify K draft tokens per sequence as one block. This is lossless, and on average accepts at least as many drafts
+    as `verify_exact`.
 
-    With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
-    h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
-    A rejected position does not end the block: a later token that is more likely under p than under q can compensate
-    for it. The next token is drawn from max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm
-    2). If draft i was drawn from q_i, the emitted tokens have exactly the target's distribution, and for every k the
-    probability that k or more drafts are accepted is at least that of `verify_exact`; for K = 1 the two are the same.
-    The law and its proof are in docs/math.md.
+    Let P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1). The number of accepted drafts is the largest i with u_i <
+    h_i. Here h_K = P_K, and for i < K h_i = S_i / (S_i + 1 - P_i), where S_i = sum max(P_i p - q, 0) over the row after
+    x_1 .. x_i. A rejected position does not end the block: a later token that is more likely under p than under q can
+    compensate for it. With n accepted drafts, the next token is drawn from max(P_n p - q, 0), or from p if n = K (Sun
+    et al. 2024, Algorithm 2). If draft i was drawn from q_i, the emitted tokens have exactly the target's distribution.
+    For every k, the probability that k or more drafts are accepted is at least as large as in `verify_exact`. For K = 1
+    both functions are the same. docs/math.md has the proofs.
 
     It reads more memory than `verify_exact`: every row once, and then again the target and draft rows of each position
     at which the block may still end.
@@ -135,8 +136,9 @@ def verify_block(
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
         draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens after it are ignored.
         draft_logits, accept_uniforms, sample_uniforms: [B, K, V] or None, [B, K] and [B], as in `verify_exact`.
-        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
-        draft_lse: [B, K], as in `verify_exact`. If it is given, draft rows are read once, otherwise twice.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as in
+            `verify_exact`. draft_lse: [B, K], as in `verify_exact`. If it is given, draft rows are read once, otherwise
+            twice.
         lenience: 1.0. No other value is supported; the argument exists so that `verify_block` has the signature of
             `verify_exact`.
         top_k, top_p, min_p, filter_draft: as in `verify_exact`.
@@ -192,7 +194,7 @@ def verify_sigmoid(
         draft_tokens, accept_uniforms, sample_uniforms: [B, K], [B, K] and [B], as in `verify_exact`.
         draft_logits: [B, K, V], as in `verify_exact` but required.
         alpha, beta: in (-1e36, -1e-36) and (1e-36, 1e36), in units of a scaled logit.
-        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are exact.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified exactly.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.

@@ -44,7 +44,7 @@ class Filters(NamedTuple):
 
 
 class VerifyArguments(NamedTuple):
-    """The arguments of `verify_exact`; `verify_block` has all but `argmax_lenience`."""
+    """The arguments of `verify_exact`. `verify_block` takes all of them except `argmax_lenience`."""
 
     target_logits: Tensor  # [B, K+1, V]
     draft_tokens: Tensor  # [B, K]
@@ -158,7 +158,7 @@ def _check_noise(seeds: Tensor, positions: Tensor, logits: Tensor, axes: str) ->
 
 
 def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
-    """B, K and V."""
+    """Check the target logits, and return B, K and V."""
     _check_logits("target_logits", logits, "[B, K+1, V]")
     batch, num_rows, vocab_size = logits.shape
     if num_rows < 1:

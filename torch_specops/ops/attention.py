@@ -58,7 +58,7 @@ def spans_of(positions: Tensor, window: Window | None) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """softmax(scale * queries @ keys^T) @ values, over the slots of a span for each query.
+    """Attention, softmax(scale * queries @ keys^T) @ values, in which each query attends to the slots of its span.
 
     Args:
         queries: [B, G * H, n, D] float32, bfloat16 or float16; any strides.

@@ -79,7 +79,7 @@ def verify_gumbel(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the target's token at every position, and accept drafts as long as they equal it: lossless.
+    """Draw the target's token at every position, and accept drafts as long as they equal it. This is lossless.
 
     Let y_i be the token that `sample_gumbel` draws from row i at position `positions` + i. Drafts are accepted up to
     the first i with x_i != y_i, and the output is y_0 .. y_n, where n is the number of accepted drafts (Daliri et al.
@@ -89,7 +89,7 @@ def verify_gumbel(
     `verify_exact`. docs/math.md, section 17, has the proof and both acceptance rates.
 
     Args:
-        target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the walk.
+        target_logits: [B, K+1, V], as in `verify_exact`. At a row without a finite entry, no draft is accepted.
         draft_tokens: [B, K] int64 or int32. A token outside [0, V) is padding, which equals no token.
         seeds: [B] int64, a seed for each sequence.
         positions: [B] int64, the position of row 0: the number of tokens in the sequence so far.

@@ -59,15 +59,15 @@ def custom_generate(
 
     `model.generate(..., custom_generate=torch_specops.hf.custom_generate, assistant_model=...)` returns what
     `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens from the same
-    distribution. Users pass the arguments from `draft_model` to `compile`, `grammar` and transformers' settings for
-    assistants; transformers prepares the others.
+    distribution. Users pass the arguments from `draft_model` to `compile`, `grammar`, and the three that contain
+    "assistant" in their names. transformers passes all others.
 
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: any processors; with a draft, only those that keep no state between calls. Most processors are
-            converted to `SamplingParams`. If a processor has no equivalent there, it and all processors before it are
-            called as transformers would call them, and the steps are not compiled.
+        logits_processor: any processors. With a draft, they must not depend on earlier calls. Most processors are
+            converted to `SamplingParams`. If a processor has no equivalent there, it and others are called as
+            transformers would call them, and the steps are not compiled.
         stopping_criteria: any criteria. A row ends with the token for which a criterion returns True. Criteria other
             than lengths, eos tokens, stop strings and times are called as transformers would call them: once per token,
             with all rows, and with scores if requested.

@@ -109,8 +109,8 @@ def read_processors(
     vocab_size: int,
     draft: AnyDraft,
 ) -> ProcessorSampling:
-    """Convert processors to `SamplingParams`. If a processor has no equivalent, it and all processors before it are
-    called unchanged. After it only warpers are converted; other processors there are also called unchanged.
+    """Convert processors to `SamplingParams`. If a processor has no equivalent, the list is split: the processors up to
+    the last one that is not a convertible warper are called unchanged, and only the warpers after it are converted.
 
     Args:
         input_ids, attention_mask: [B, P], the padded prompts.

@@ -41,8 +41,8 @@ def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Out
 
 
 def _verify_greedy(args: VerifyArguments | SigmoidArguments) -> list[Outcome]:
-    """Verify sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
-    `argmax_lenience`. A negative or NaN temperature accepts nothing."""
+    """Verify sequences with temperature 0. Drafts are accepted as long as they are the argmax, or close enough to it if
+    `argmax_lenience` is below 1. With a negative or NaN temperature, no draft is accepted."""
     assert args.temperature is not None
     target_logits, draft_tokens = args.target_logits, args.draft_tokens
     best = argmax_by_tiles(target_logits)

@@ -1,4 +1,4 @@
-"""Rows of logits: scaling, softmax, argmax and the inverse CDF."""
+"""Functions of rows of logits: scaling, softmax, argmax and the inverse CDF."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def inverse_temperature(temperature: Tensor | None) -> Tensor | None:
 
 
 def scale(logits: Tensor, inverse: Tensor | None) -> Tensor:
-    """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
+    """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, and NaN becomes
+    -inf."""
     x = logits.float()
     z = x if inverse is None else x * inverse.view(-1, *([1] * (x.dim() - 1)))
     # The comparison is False for NaN too. `nan_to_num` is not used, because Inductor does not vectorise it.

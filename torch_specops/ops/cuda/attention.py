@@ -149,7 +149,7 @@ def join_warps(parts: int, block_d: int) -> int:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """Launch `specops::attend`, which has checked its arguments."""
+    """Launch the kernels of `specops::attend`, which has checked the arguments."""
     batch, num_heads, count, head_dim = queries.shape
     _, num_key_heads, capacity, _ = keys.shape
     group = num_heads // num_key_heads
