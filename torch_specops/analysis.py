@@ -287,7 +287,7 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number 
 def _arguments(**given: Number) -> tuple[Tensor, ...]:
     """Check that numbers are finite and >= 0, that alpha is at most 1, and that K is an integer. Returns them as
     float64 tensors, broadcast to one shape and on one device."""
-    values: list[Tensor] = []
+    tensors: list[Tensor] = []
     shape = torch.Size()
     for name, value in given.items():
         x = torch.as_tensor(value, dtype=torch.float64, device="cpu") if is_number(value) else value
@@ -295,13 +295,13 @@ def _arguments(**given: Number) -> tuple[Tensor, ...]:
             raise TypeError(f"{name}: expected a number or a tensor of numbers, got {value!r}")
         if name == "num_draft_tokens" and torch.as_tensor(value).is_floating_point():
             raise TypeError(f"{name}: expected integers, got {value!r}")
-        values.append(x.double())
+        tensors.append(x.double())
         limit, expected = (1.0, "numbers in [0, 1]") if name == "alpha" else (FLOAT64_MAX, "finite numbers >= 0")
-        if not bool(((values[-1] >= 0) & (values[-1] <= limit)).all()):
+        if not bool(((tensors[-1] >= 0) & (tensors[-1] <= limit)).all()):
             raise ValueError(f"{name}: expected {expected}, got {value}")
         shape = _broadcast_shape(name, x.shape, shape)
-    device = next((x.device for x in values if x.dim() > 0), values[0].device)
-    return torch.broadcast_tensors(*(x.to(device) if x.dim() == 0 else x for x in values))
+    device = next((x.device for x in tensors if x.dim() > 0), tensors[0].device)
+    return torch.broadcast_tensors(*(x.to(device) if x.dim() == 0 else x for x in tensors))
 
 
 def _broadcast_shape(name: str, shape: torch.Size, other: torch.Size) -> torch.Size:

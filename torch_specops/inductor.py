@@ -140,20 +140,20 @@ def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
     these operations."""
     target: Any = op.target
     parameters = private.schema(getattr(target, "default", target)).arguments
-    given = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
-    logits = [name for name in given if name.endswith("logits") and given[name] is not None]
-    steps = {name: _steps_before(op, given[name]) for name in logits}
+    arguments = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
+    logits = [name for name in arguments if name.endswith("logits") and arguments[name] is not None]
+    steps = {name: _steps_before(op, arguments[name]) for name in logits}
     divisors = [next((node.args[1] for kind, node in each if kind == "division"), None) for each in steps.values()]
     divisor = divisors[0]
     is_exact = isinstance(divisor, (int, float)) and math.frexp(divisor)[0] == 0.5
-    is_wanted = is_exact or (any_temperature and given.get("draft_lse") is None)
-    if is_wanted and given.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
+    is_wanted = is_exact or (any_temperature and arguments.get("draft_lse") is None)
+    if is_wanted and arguments.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
         if divisor != 1:
-            like = next(given[name] for name in ("uniforms", "sample_uniforms", "positions") if name in given)
-            given["temperature"] = _temperature(op, divisor, like)
+            like = next(arguments[name] for name in ("uniforms", "sample_uniforms", "positions") if name in arguments)
+            arguments["temperature"] = _temperature(op, divisor, like)
     else:
         steps = {name: list(takewhile(lambda step: step[0] != "division", each)) for name, each in steps.items()}
-    op.args, op.kwargs = (), given | {name: each[-1][1].args[0] for name, each in steps.items() if each}
+    op.args, op.kwargs = (), arguments | {name: each[-1][1].args[0] for name, each in steps.items() if each}
     absorbed = [step for each in steps.values() for step in each]
     for _, node in dict.fromkeys(absorbed):
         if not node.users:

@@ -82,7 +82,7 @@ def verify_exact(
         (tensor([[ 2,  3, -1]]), tensor([1]))
         >>> torch.distributed.destroy_process_group()
     """
-    given = VerifyArguments(
+    args = VerifyArguments(
         target_logits,
         draft_tokens,
         draft_logits,
@@ -93,16 +93,16 @@ def verify_exact(
         lenience,
         argmax_lenience=argmax_lenience,
     )
-    check_kinds(given, plain=False)
-    shards, local = _place(given._asdict(), 3, group, vocab_size)
-    given = VerifyArguments(**local)
-    check_verify_exact(given)
-    return _verify(given, shards)
+    check_kinds(args, plain=False)
+    shards, local = _place(args._asdict(), 3, group, vocab_size)
+    args = VerifyArguments(**local)
+    check_verify_exact(args)
+    return _verify(args, shards)
 
 
-def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
-    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature = given.temperature
+def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = args.target_logits, args.draft_tokens, args.draft_logits
+    temperature = args.temperature
     batch, num_drafts = draft_tokens.shape
     if batch == 0:
         return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
@@ -118,32 +118,32 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     # 1. Exchange the softmax statistics of every row, and the logit of each draft from the rank that holds it.
     z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
     z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
-    own = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
+    local_numbers = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
     if temperature is not None:
-        own["argmax"] = lowest_argmax(z_target, z_max) + shards.offset
+        local_numbers["argmax"] = lowest_argmax(z_target, z_max) + shards.offset
     if draft_logits is not None:
-        own["z_qx"] = of_drafts(draft_logits)
-        if given.draft_lse is None:
-            own["q_max"], own["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
-    gathered = _all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
-    widths = [numbers.shape[1] for numbers in own.values()]
-    every = dict(zip(own, gathered.split(widths, 2), strict=True))  # name -> [R, B, ..]
+        local_numbers["z_qx"] = of_drafts(draft_logits)
+        if args.draft_lse is None:
+            local_numbers["q_max"], local_numbers["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
+    gathered = _all_gather(torch.cat([numbers.double() for numbers in local_numbers.values()], 1), shards)
+    widths = [numbers.shape[1] for numbers in local_numbers.values()]
+    every = dict(zip(local_numbers, gathered.split(widths, 2), strict=True))  # name -> [R, B, ..]
 
     p_max, p_sum, _ = _merge_stats(every["p_max"], every["p_sum"])
     z_px = every["z_px"].amax(0)
     p_x = walk.probability(z_px, p_max[:, :-1], p_sum[:, :-1])
     q_x = torch.ones_like(p_x)
     if draft_logits is not None:
-        if given.draft_lse is None:
+        if args.draft_lse is None:
             q_max, q_sum, _ = _merge_stats(every["q_max"], every["q_sum"])
         else:
-            q_max, q_sum = walk.stats_from_lse(given.draft_lse)
+            q_max, q_sum = walk.stats_from_lse(args.draft_lse)
         q_x = walk.probability(every["z_qx"].amax(0), q_max, q_sum)
-    accepted = walk.accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    accepted = walk.accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else _merge_argmax(every["p_max"], every["argmax"])
     near_argmax = None
-    if given.argmax_lenience < 1:
-        near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
+    if args.argmax_lenience < 1:
+        near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], args.argmax_lenience)
     n = walk.prefix_lengths(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
     # 2. Exchange the mass of p and the mass of the residual of row n in each shard.
@@ -174,7 +174,7 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
 
     # 3. Exchange the next token, which only one rank can draw. Also use the n of rank 0 on all ranks, in case rounding
     # differs between them.
-    drawn = _draw_own(weights, mass, given.sample_uniforms, shards)
+    drawn = _draw_own(weights, mass, args.sample_uniforms, shards)
     last = _all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
     return walk.output_rows(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n
@@ -216,18 +216,18 @@ def sample(
     filters = filters_of("logits", logits, temperature, plain=False)
     check_tensor("uniforms", uniforms, plain=False)
     check_kinds(filters, plain=False)
-    given = {"logits": logits, "uniforms": uniforms, "temperature": filters.temperature}
-    shards, local = _place(given, 2, group, vocab_size)
+    arguments = {"logits": logits, "uniforms": uniforms, "temperature": filters.temperature}
+    shards, local = _place(arguments, 2, group, vocab_size)
     z, u, t = local["logits"], local["uniforms"], local["temperature"]
     check_sample(z, u, Filters(t))
     if z.shape[0] == 0:
         return u.new_zeros(0, dtype=torch.int64), u.new_zeros(0, dtype=torch.float32)
     z = scale(z, inverse_temperature(t))
     z_max, z_sum = softmax_stats(z)
-    own = [z_max, z_sum]
+    local_numbers = [z_max, z_sum]
     if t is not None:
-        own.append(lowest_argmax(z, z_max) + shards.offset)
-    every = _all_gather(torch.stack([numbers.double() for numbers in own]), shards).unbind(1)
+        local_numbers.append(lowest_argmax(z, z_max) + shards.offset)
+    every = _all_gather(torch.stack([numbers.double() for numbers in local_numbers]), shards).unbind(1)
     top, total, parts = _merge_stats(every[0], every[1])
     # Compute weights relative to the maximum of the shard, so that no weight that matters underflows.
     weights = torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1))
@@ -279,14 +279,14 @@ def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -
     shard = draw(mass.transpose(0, 1), uniforms)
     cdf = mass.cumsum(0)
     index = shard.clamp(min=0).unsqueeze(0)
-    own = mass.gather(0, index).squeeze(0)
-    before = cdf.gather(0, index).squeeze(0) - own
-    within = (uniforms.double() * cdf[-1] - before) / torch.where(own > 0, own, 1.0)
+    shard_mass = mass.gather(0, index).squeeze(0)
+    before = cdf.gather(0, index).squeeze(0) - shard_mass
+    within = (uniforms.double() * cdf[-1] - before) / torch.where(shard_mass > 0, shard_mass, 1.0)
     return torch.where(shard == shards.group.rank(), draw(weights, within.clamp(0.0, 1.0)) + shards.offset, -1)
 
 
 def _place(
-    given: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
+    arguments: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
 ) -> tuple[Shards, dict[str, Any]]:
     """Determine how the vocabulary is split, and convert the arguments to plain tensors. The logits are reduced to the
     columns of this rank, or to one column of -inf if it has none."""
@@ -296,7 +296,7 @@ def _place(
         group = group.get_group()
     elif group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group)}")
-    columns = {name: value for name, value in given.items() if name.endswith("logits") and value is not None}
+    columns = {name: value for name, value in arguments.items() if name.endswith("logits") and value is not None}
     for name, value in columns.items():
         if value.dim() != rank:
             raise ValueError(f"{name}: expected {rank} dimensions, got shape {list(value.shape)}")
@@ -316,8 +316,8 @@ def _place(
     width = -(-vocab_size // group.size())
     offset = min(group.rank() * width, vocab_size)
     shards = Shards(group, vocab_size, offset, min(width, vocab_size - offset))
-    local = given | {name: _cut(name, value, shards) for name, value in columns.items()}
-    for name, value in given.items():
+    local = arguments | {name: _cut(name, value, shards) for name, value in columns.items()}
+    for name, value in arguments.items():
         if name not in columns and isinstance(value, DTensor):
             if not all(isinstance(placement, Replicate) for placement in value.placements):
                 raise ValueError(f"{name}: expected placements Replicate(), got {value.placements}")
@@ -335,10 +335,10 @@ def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> Process
             raise ValueError(f"{name}: expected placements Replicate(), and at most one Shard(-1), got {placements}")
     if not sharded and mesh.ndim > 1:
         return group
-    own = mesh.get_group(sharded[0] if sharded else 0)
-    if group is not None and group.group_name != own.group_name:
+    mesh_group = mesh.get_group(sharded[0] if sharded else 0)
+    if group is not None and group.group_name != mesh_group.group_name:
         raise ValueError(f"{name}: expected a DTensor sharded over the group of the call, got another mesh")
-    return own
+    return mesh_group
 
 
 def _cut(name: str, logits: Tensor, shards: Shards) -> Tensor:

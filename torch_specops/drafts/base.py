@@ -199,8 +199,8 @@ def _checked_proposal(
     if not isinstance(draft, Draft):
         raise TypeError(f"draft: expected a Draft from {name}, got {type(draft)}")
     if not isinstance(draft.tokens, Tensor) or draft.tokens.dtype not in (torch.int64, torch.int32):
-        found = getattr(draft.tokens, "dtype", type(draft.tokens))
-        raise TypeError(f"draft: expected int64 or int32 tokens [B, K] from {name}, got {found}")
+        got = getattr(draft.tokens, "dtype", type(draft.tokens))
+        raise TypeError(f"draft: expected int64 or int32 tokens [B, K] from {name}, got {got}")
     shape, most = list(draft.tokens.shape), [len(tokens), num_draft_tokens]
     if len(shape) != 2 or shape[0] != most[0] or shape[1] > most[1]:
         raise ValueError(f"draft: expected tokens {most} or fewer from {name}, got shape {shape}")
@@ -210,8 +210,8 @@ def _checked_proposal(
         ("matches", draft.matches, shape[:1]),
     ):
         if value is not None and list(getattr(value, "shape", ())) != expected:
-            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
-            raise ValueError(f"draft: expected {part} {expected} from {name}, got {found}")
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ValueError(f"draft: expected {part} {expected} from {name}, got {got}")
     if draft.matches is not None and draft.matches.dtype != torch.int64:
         raise TypeError(f"draft: expected int64 matches from {name}, got {draft.matches.dtype}")
     if is_eager_cpu(tokens, lengths):
@@ -220,8 +220,8 @@ def _checked_proposal(
             raise ValueError(
                 f"draft: expected tokens in [0, {vocab_size}), or below 0 for padding, from {name}, got {largest}"
             )
-        for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
-            if not torch.equal(copied, given):
+        for part, copied, original in (("tokens", text, tokens), ("lengths", ends, lengths)):
+            if not torch.equal(copied, original):
                 raise ValueError(f"draft: {name} wrote into {part}; it may only read them")
     return replace(draft, tokens=draft.tokens.long())
 

@@ -140,14 +140,14 @@ class HierarchicalDraft(ModelDraft):
         # The first forward reads two tokens, because after a step whose drafts were all accepted, the model has not
         # read the last draft.
         num_unread = 2
-        has_own_seeds = not (self.inner.deterministic or sampling.coupled)
-        of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards
+        has_inner_seeds = not (self.inner.deterministic or sampling.coupled)
+        of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_inner_seeds else [seeds] * self.num_forwards
         # Each position has two uniforms: one for its acceptance test, and one for the next token if a forward begins
         # there.
         numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
         pairs = None if sampling.coupled else torch.stack(tuple(numbers), 1).unflatten(1, (-1, 2))
-        for own_seeds in of_forwards:
-            inner, rows = self._read(text, lengths + count, num_unread, sampling, own_seeds)
+        for forward_seeds in of_forwards:
+            inner, rows = self._read(text, lengths + count, num_unread, sampling, forward_seeds)
             num_unread = 1
             places = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
             filters = {"temperature": sampling.temperature, **sampling.filters}

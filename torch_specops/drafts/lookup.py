@@ -76,8 +76,8 @@ class _Lookup(DraftSource):
             )
         before = before if self._input is None else (*before, self._input)
         text = torch.cat([*before, tokens], 1) if before else tokens
-        own = text.shape[1] - tokens.shape[1]
-        return text, (own + lengths - 1).unsqueeze(1), own
+        begin = text.shape[1] - tokens.shape[1]
+        return text, (begin + lengths - 1).unsqueeze(1), begin
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,18 @@ class PromptLookup(_Lookup):
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
         """Propose the tokens [B, K] that followed the match; -1 where there is no match or no further token."""
-        text, last, own = self._texts(tokens, lengths)
+        text, last, begin = self._texts(tokens, lengths)
         width = text.shape[1]
-        length = _match_lengths(text, last, own, self.max_ngram)
+        length = _match_lengths(text, last, begin, self.max_ngram)
         position = torch.arange(width, device=text.device)
         rank = torch.where(length >= self.min_ngram, length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
         end = width - 1 - best % width
         ahead = torch.arange(num_draft_tokens, device=text.device)
-        found = (best >= 0) & (self.repeat | (ahead < last - end))
-        drafts = torch.where(found, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
+        is_proposed = (best >= 0) & (self.repeat | (ahead < last - end))
+        drafts = torch.where(is_proposed, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
         # Measure the match only in eager steps on a CPU, because only they use its length.
-        matches = _shared(text, last, end, own, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
+        matches = _shared(text, last, end, begin, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
         return Draft(drafts, matches=matches)
 
 
@@ -204,8 +204,8 @@ class SuffixLookup(_Lookup):
     ) -> Draft:
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
-        text, last, own = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
-        end, length = self._matches(text, last, own)  # [B, C]; among equally good places, the newest comes first
+        text, last, begin = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
+        end, length = self._matches(text, last, begin)  # [B, C]; among equally good places, the newest comes first
         longest = length.amax(1, keepdim=True)
         agrees = (length == longest) & (longest >= self.min_ngram)
         probability = torch.ones_like(longest, dtype=torch.float32)
@@ -223,15 +223,15 @@ class SuffixLookup(_Lookup):
             drafts.append(draft)
         return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
 
-    def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    def _matches(self, text: Tensor, last: Tensor, begin: int) -> tuple[Tensor, Tensor]:
         """Candidate places [B, C], and for each place the length of its match: how many tokens up to the place equal
         the last tokens of the row."""
         # Choose the places that match most of the row's last few tokens, and prefer newer places among equals.
-        num_equal = _match_lengths(text, last, own, min(NUM_TOKENS, self.max_ngram))
+        num_equal = _match_lengths(text, last, begin, min(NUM_TOKENS, self.max_ngram))
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
-        return end, _shared(text, last, end, own, self.max_ngram) * (rank >= 0)
+        return end, _shared(text, last, end, begin, self.max_ngram) * (rank >= 0)
 
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:
@@ -244,23 +244,23 @@ def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Ten
     return pad(tokens.to(device), (0, 1), value=-1)
 
 
-def _match_lengths(text: Tensor, last: Tensor, own: int, most: int) -> Tensor:
+def _match_lengths(text: Tensor, last: Tensor, begin: int, most: int) -> Tensor:
     """[B, N], for each place before the end of the row the length of its match: how many tokens up to the place equal
-    the last tokens of the row, at most `most`. `text`, `last` and `own` are the results of `_Lookup._texts`."""
+    the last tokens of the row, at most `most`. `text`, `last` and `begin` are the results of `_Lookup._texts`."""
     position = torch.arange(text.shape[1], device=text.device)
     alive, lengths = position < last, torch.zeros_like(text)
     for back in range(most):
-        token = text.gather(1, (last - back).clamp(min=own))
-        alive = alive & (position >= back) & (last - back >= own) & (text.roll(back, 1) == token)
+        token = text.gather(1, (last - back).clamp(min=begin))
+        alive = alive & (position >= back) & (last - back >= begin) & (text.roll(back, 1) == token)
         lengths += alive
     return lengths
 
 
-def _shared(text: Tensor, last: Tensor, end: Tensor, own: int, most: int) -> Tensor:
+def _shared(text: Tensor, last: Tensor, end: Tensor, begin: int, most: int) -> Tensor:
     """[B, C], the lengths of the matches at places `end` [B, C]: how many tokens up to the place equal the last tokens
     of the row, at most `most`."""
     back = torch.arange(most, device=text.device)
-    is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
+    is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= begin)
     before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)
     suffix = text.gather(1, (last - back).clamp(min=0)).unsqueeze(1)
     return (is_inside & (before == suffix)).cumprod(2).sum(2)

@@ -68,9 +68,9 @@ class SequentialDraft(SampledDraft):
         tokens, positions = self._unread(tokens, lengths)
         ends, output = lengths.unsqueeze(1), None
         drawn = []
-        for index, own in enumerate(numbers):
+        for index, number in enumerate(numbers):
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index == 0)
-            token, *others, output = read_and_draw(tokens, ends, positions, output, own, sampling, text)
+            token, *others, output = read_and_draw(tokens, ends, positions, output, number, sampling, text)
             drawn.append((token, *others))
             # A row without a finite logit gives -1. Read token 0 instead, because drafts after it are not verified.
             tokens = token.clamp(min=0).unsqueeze(1)

@@ -123,9 +123,9 @@ class NGram(DraftSource):
             inside = position >= length
             contexts.append(context[inside])
             continuations.append(text[inside])
-        kept = max_candidates if probabilities else 1
+        num_kept = max_candidates if probabilities else 1
         unique_contexts, starts, kept_continuations, counts = _most_frequent(
-            torch.cat(contexts), torch.cat(continuations), vocab_size, kept
+            torch.cat(contexts), torch.cat(continuations), vocab_size, num_kept
         )
         return cls(
             unique_contexts,
@@ -134,7 +134,7 @@ class NGram(DraftSource):
             counts.double().log().float() if probabilities else None,
             vocab_size=vocab_size,
             order=order,
-            max_candidates=kept,
+            max_candidates=num_kept,
         )
 
     def static_tensors(self) -> Sequence[Tensor]:
@@ -153,14 +153,14 @@ class NGram(DraftSource):
             numbers = uniforms(seeds, lengths, num_draft_tokens, "propose").unbind(1)
 
         drawn: list[Sequence[Tensor | None]] = []
-        for index, own in enumerate(numbers):
+        for index, number in enumerate(numbers):
             context = self._longest_context(recent)
             if self.deterministic:
                 token = self._continuations[context].long()
                 drawn.append((token,))
             else:
                 place = (lengths + index).unsqueeze(1)
-                token, *rest = sampling.draw(self._logits(context).unsqueeze(1), own, text, place)
+                token, *rest = sampling.draw(self._logits(context).unsqueeze(1), number, text, place)
                 text = text.scatter(1, place, token.unsqueeze(1))
                 drawn.append((token, *rest))
             recent = torch.cat([token.unsqueeze(1) + 1, recent], 1)[:, : self.order - 1]
@@ -178,8 +178,8 @@ class NGram(DraftSource):
         """[B], the index of the longest context in the table that matches the end of the row; 0, the unigram, if no
         longer context matches."""
         contexts = pad((recent * self._powers).cumsum(1), (1, 0))
-        found = torch.searchsorted(self._contexts, contexts).clamp(max=len(self._contexts) - 1)
-        return torch.where(self._contexts[found] == contexts, found, 0).amax(1)
+        index = torch.searchsorted(self._contexts, contexts).clamp(max=len(self._contexts) - 1)
+        return torch.where(self._contexts[index] == contexts, index, 0).amax(1)
 
     def _logits(self, context: Tensor) -> Tensor:
         """[B, V], the log of the count for each continuation of the context, and -inf for other tokens."""
@@ -206,9 +206,9 @@ def _most_frequent(
 
     context = pairs // vocab_size
     first = torch.searchsorted(context, torch.arange(len(unique_contexts), device=context.device))
-    kept = torch.arange(len(pairs), device=context.device) - first[context] < max_candidates
-    starts = pad(torch.bincount(context[kept], minlength=len(unique_contexts)).cumsum(0), (1, 0))
-    return unique_contexts, starts, (pairs % vocab_size)[kept], counts[kept]
+    is_kept = torch.arange(len(pairs), device=context.device) - first[context] < max_candidates
+    starts = pad(torch.bincount(context[is_kept], minlength=len(unique_contexts)).cumsum(0), (1, 0))
+    return unique_contexts, starts, (pairs % vocab_size)[is_kept], counts[is_kept]
 
 
 def _checked_texts(tokens: Tensor | Sequence[Tensor], vocab_size: int) -> list[Tensor]:

@@ -108,7 +108,7 @@ def _check_int4(device: torch.device, group_size: int | None, dtypes: set[torch.
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"weights: int4 is made for CPU and CUDA, got a model on {device}")
     if device.type == "cuda" and dtypes != {torch.bfloat16}:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(f"weights: int4 on CUDA takes bfloat16, got {found}")
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise NotImplementedError(f"weights: int4 on CUDA takes bfloat16, got {names}")
     if device.type == "cuda" and group_size not in (32, 64, 128, 256):
         raise NotImplementedError(f"group_size: int4 on CUDA takes 32, 64, 128 or 256, got {group_size}")

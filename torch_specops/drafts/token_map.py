@@ -58,8 +58,8 @@ class TokenMap(LanguageModel):
     def __init__(self, model: LanguageModel | nn.Module, draft_of_target: Tensor, unknown: int = 0) -> None:
         model = as_language_model("model", model)
         if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
-            found = getattr(draft_of_target, "dtype", type(draft_of_target))
-            raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {found}")
+            kind = getattr(draft_of_target, "dtype", type(draft_of_target))
+            raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {kind}")
         if draft_of_target.dim() != 1:
             raise ValueError(f"draft_of_target: expected [V], got shape {list(draft_of_target.shape)}")
         if not bool((draft_of_target >= 0).any()):
@@ -95,8 +95,8 @@ class TokenMap(LanguageModel):
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        own: tuple[Any, ...] = () if rows is None else (rows,)
-        logits = self.model.forward(self._read_as[tokens], positions, num_logits, *own)
+        row_argument: tuple[Any, ...] = () if rows is None else (rows,)
+        logits = self.model.forward(self._read_as[tokens], positions, num_logits, *row_argument)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
 
 

@@ -105,18 +105,18 @@ class Look:
         return clone
 
     def _look_at(self, module: nn.Module) -> None:
-        own = vars(module)
-        attributes = self.attributes[module] = own | {"training": False}
+        module_vars = vars(module)
+        attributes = self.attributes[module] = module_vars | {"training": False}
         # A forward may write buffers. Some rotary embeddings register a new buffer, for which a copied dict is enough;
         # longrope overwrites the buffer itself, which needs a copied tensor (transformers 5.23).
-        writes = "longrope" in str(own.get("rope_type"))
+        writes = "longrope" in str(module_vars.get("rope_type"))
         attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
         # Copy the dict, because transformers adds hooks to the layers when a forward returns hidden states, as many
         # image models do.
-        attributes["_forward_hooks"] = own["_forward_hooks"].copy()
+        attributes["_forward_hooks"] = module_vars["_forward_hooks"].copy()
         attributes["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
         self._record += (type(module), *module._modules)
-        self.is_observed |= "forward" in own or "parametrizations" in module._modules
+        self.is_observed |= "forward" in module_vars or "parametrizations" in module._modules
         self._look_at_class(type(module))
         self._look_at_hooks(module, "_forward_pre_hooks")
         self._look_at_hooks(module, "_forward_hooks")
@@ -128,7 +128,7 @@ class Look:
         attributes["_modules"] = {
             name: child if child is None else self.copy_of(child) for name, child in module._modules.items()
         }
-        for name, value in own.items():
+        for name, value in module_vars.items():
             if name not in NOT_FOLLOWED:
                 self._record.append(name)
                 self.is_observed |= type(value) in (FunctionType, MethodType) and is_foreign(value)

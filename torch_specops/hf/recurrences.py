@@ -118,8 +118,8 @@ class StepStates:
             places = self._slots.tolist(), self.positions.tolist()
             for row, before, positions, *tokens in zip(rows, *places, *operands, strict=True):
                 slots = ring[row].unbind()
-                for first, position, *values in zip(before, positions, *tokens, strict=True):
-                    outputs.append(update(slots[first], slots[(position + 1) % num_slots], *values))
+                for first, position, *token_operands in zip(before, positions, *tokens, strict=True):
+                    outputs.append(update(slots[first], slots[(position + 1) % num_slots], *token_operands))
             return torch.stack(outputs).unflatten(0, self.positions.shape)
         for index, token in enumerate(zip(*(each.unbind(1) for each in operands), strict=True)):
             state = self._load(ring, index)

@@ -120,20 +120,20 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def reaches_module(value: Any) -> bool:
     """True if a chain of references leads from a value to a module."""
-    found: dict[int, Any] = {}
-    ahead = [value]
-    while ahead:
-        each = ahead.pop()
+    visited: dict[int, Any] = {}
+    to_visit = [value]
+    while to_visit:
+        each = to_visit.pop()
         if isinstance(each, nn.Module):
             return True
-        if id(each) in found or calls_nothing(type(each)):
+        if id(each) in visited or calls_nothing(type(each)):
             continue
-        found[id(each)] = each
+        visited[id(each)] = each
         parts = parts_of(each)
-        ahead += gc.get_referents(each) if parts is None else parts[0]
+        to_visit += gc.get_referents(each) if parts is None else parts[0]
         if type(each) is FunctionType:
-            ahead += globals_of(each)
+            to_visit += globals_of(each)
         # `gc` does not list weak references, such as the object of a `WeakMethod`.
         if isinstance(each, ReferenceType):
-            ahead.append(each())
+            to_visit.append(each())
     return False

@@ -23,14 +23,14 @@ MIN_WEIGHTS = 2**21
 
 def large_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """The layers that are large enough to benefit from a region and that torch supports in regions."""
-    found = []
+    large = []
     for layer in layers if ARE_AVAILABLE else ():
         weights = list(layer.parameters())
         # Skip layers with quantised weights, because AOTAutograd does not unwrap tensor subclasses inside regions.
         is_plain = all(type(weight) is nn.Parameter for weight in weights)
         if is_plain and sum(weight.numel() for weight in weights) >= MIN_WEIGHTS:
-            found.append(layer)
-    return found
+            large.append(layer)
+    return large
 
 
 def compile_once(layers: Iterable[nn.Module]) -> None:

@@ -66,12 +66,12 @@ def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def _rotate(
-    rotary: Any, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    rotary: Any, original: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
     """The forward of a rotary embedding for tokens that are read at different lengths. It calls the original forward
-    (`own` if the module had an instance attribute `forward`, else the method of its class) once for each set of
+    (`original` if the module had an instance attribute `forward`, else the method of its class) once for each set of
     frequencies."""
-    forward = partial(type(rotary).forward, rotary) if own is None else own
+    forward = partial(type(rotary).forward, rotary) if original is None else original
     if layer_type is not None:
         forward = partial(forward, layer_type=layer_type)
     kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
@@ -86,21 +86,21 @@ def _rotate(
     # Clamp lengths that use the same frequencies to one value. Longrope has two sets of frequencies, one up to `switch`
     # and one beyond. Dynamic scaling has another set for each length beyond `switch`.
     lengths = read.lengths.clamp(switch, None if is_dynamic else switch + 1)
-    values: tuple[Tensor, ...] | None = None
+    merged: tuple[Tensor, ...] | None = None
     is_single = True
     for length in lengths.unique().tolist():
         here = lengths == length
         positions = torch.where(here, position_ids, 0)
         # Append a dummy position, because the forward computes the length from the largest position.
         positions = pad(positions, (0, 1), value=length - 1 if length > switch else 0)
-        found = forward(x, positions)
-        is_single = isinstance(found, Tensor)
-        parts = tuple(part[..., :-1, :] for part in ((found,) if is_single else found))
-        if values is not None:
-            parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, values, strict=True))
-        values = parts
+        rotated = forward(x, positions)
+        is_single = isinstance(rotated, Tensor)
+        parts = tuple(part[..., :-1, :] for part in ((rotated,) if is_single else rotated))
+        if merged is not None:
+            parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, merged, strict=True))
+        merged = parts
     if is_dynamic:
         # Read a short input to reset the frequencies, because the module keeps those of its last forward.
         forward(x, torch.zeros_like(position_ids[..., :1]))
-    assert values is not None
-    return values[0] if is_single else values
+    assert merged is not None
+    return merged[0] if is_single else merged

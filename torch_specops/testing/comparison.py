@@ -80,12 +80,12 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
 def rounding_rows(case: Case) -> Tensor:
     """[B] bool, True for rows whose result float32 rounding may change."""
     args, expected = on_cpu(case.args), case.expected
-    found = torch.zeros(len(expected[0]), dtype=torch.bool)
+    may_differ = torch.zeros(len(expected[0]), dtype=torch.bool)
     changes = (nullcontext, partial(_scores, _second)) if case.op.endswith("gumbel") else (nullcontext,)
     for moved, change in itertools.product(_moved(case.op, args, 1.0, (*MOVED, DRAWING)), changes):
         with change():
-            found |= ~_equal_rows(case.op, expected, oracle(case.op, moved))
-    return found
+            may_differ |= ~_equal_rows(case.op, expected, oracle(case.op, moved))
+    return may_differ
 
 
 def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) -> Tensor:

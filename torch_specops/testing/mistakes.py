@@ -51,8 +51,8 @@ def verify_with_mistake(
     """
     if mistake is not None and mistake not in MISTAKES:
         raise ValueError(f"mistake: expected None or one of {MISTAKES}, got {mistake!r}")
-    given = torch.as_tensor(1.0 if temperature is None else temperature, device=target_logits.device)
-    scale = 1.0 / given.double().view(-1, 1, 1)
+    temperatures = torch.as_tensor(1.0 if temperature is None else temperature, device=target_logits.device)
+    scale = 1.0 / temperatures.double().view(-1, 1, 1)
     p, x = (target_logits.double() * scale).softmax(-1), draft_tokens.long().unsqueeze(-1)
     q = one_hot(x[..., 0], p.shape[-1]).double()
     if draft_logits is not None:

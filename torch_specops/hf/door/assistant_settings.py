@@ -41,13 +41,13 @@ def read_assistant_settings(
             the schedule.
     """
     lookup, count = config.prompt_lookup_num_tokens, given["num_assistant_tokens"]
-    for name, value, other, own in (
+    for name, value, other, other_value in (
         ("num_draft_tokens", num_draft_tokens, "prompt_lookup_num_tokens", lookup),
         ("num_assistant_tokens", count, "prompt_lookup_num_tokens", lookup),
         ("num_assistant_tokens", count, "num_draft_tokens", num_draft_tokens),
         ("num_assistant_tokens_schedule", given["num_assistant_tokens_schedule"], "schedule", schedule),
     ):
-        if value is not None and own is not None:
+        if value is not None and other_value is not None:
             raise ValueError(f"{name}: expected None beside {other}, which is the same, got {value!r}")
     # Like transformers, ignore these settings if there is no draft or if `prompt_lookup_num_tokens` is given.
     has_model = draft is not None and lookup is None
@@ -66,11 +66,11 @@ def read_assistant_settings(
     return chosen, SCHEDULES[plan] if schedule is None and plan is not None else schedule
 
 
-def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
+def _wish(name: str, argument: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
     """The value of a setting: the caller's argument, else the value in `config` if it is not the default, else the
     value in the draft model's generation config."""
-    if given is not None:
-        return given
+    if argument is not None:
+        return argument
     value = getattr(config, name, None)
     if value is not None and value != DEFAULTS[name]:
         return value

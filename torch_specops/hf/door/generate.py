@@ -146,8 +146,8 @@ def custom_generate(
     choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule}
     choices |= {"verify": verify, "compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
-    kept = _cached_decoder(model, draft_model, eager, choices)
-    target: Any = kept.decoder.target
+    cached = _cached_decoder(model, draft_model, eager, choices)
+    target: Any = cached.decoder.target
     inputs = image_inputs or None
     # transformers repeats each prompt `num_return_sequences` times, but not its images. Pass each prompt once, because
     # the loop repeats prompts and images itself.
@@ -170,10 +170,12 @@ def custom_generate(
         grammar=grammar,
     )
     batch_rules = BatchRules(stops.batch_rules, input_ids, sampling.pad_token_id) if stops.batch_rules else None
-    output = kept.decoder.run(input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions)
+    output = cached.decoder.run(
+        input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions
+    )
     # Keep only compiled decoders: an eager decoder has nothing that is expensive to create again.
-    if kept.decoder.compiled:
-        _decoders[model] = kept
+    if cached.decoder.compiled:
+        _decoders[model] = cached
     new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
     sequences = torch.cat([input_ids, pad_sequence(new, True, sampling.pad_token_id)], 1)
     if not generation_config.return_dict_in_generate:
@@ -212,16 +214,16 @@ def _cached_decoder(
         draft = type(draft_model), draft_model.head
     # Include the device and the dtype, because compiled code works only for one device and one dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
-    kept = _decoders.get(model)
+    cached = _decoders.get(model)
     # Remove the decoder while it is in use, so that a concurrent call from another thread creates another one.
-    if kept is not None and kept.made_for == made_for and _decoders.pop(model, None) is kept:
-        kept.shadow.of(model)
-        return kept
+    if cached is not None and cached.made_for == made_for and _decoders.pop(model, None) is cached:
+        cached.shadow.of(model)
+        return cached
     shadow = ShadowModel()
-    own = shadow.of(model)
-    target = language_model(own)
+    copied_model = shadow.of(model)
+    target = language_model(copied_model)
     target.eager_because = not_compiled
-    decoder = SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices)
+    decoder = SpeculativeDecoder(target, copied_model if draft_model is model else draft_model, **choices)
     return _CachedDecoder(made_for, shadow, decoder)
 
 
@@ -232,15 +234,15 @@ _heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any
 
 def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
     """Create the draft from a DFlash drafter, or from the model's MTP layers if there is no drafter."""
-    kept, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
+    networks, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
     # Compare the versions of the weights, because loading other weights into the drafter increments them.
     versions = () if drafter is None else tuple(weight._version for weight in drafter.parameters())
     source, text = drafter or model.config.name_or_path, model.config.get_text_config()
     made_for = source, versions, model.device, model.dtype, text._attn_implementation, text.vocab_size
-    if kind not in kept or kept[kind][0] != made_for:
+    if kind not in networks or networks[kind][0] != made_for:
         head: Any = read_mtp_head(model) if drafter is None else read_drafter(drafter, model.device, model.dtype)
-        kept[kind] = made_for, head
-    return kind(kept[kind][1])
+        networks[kind] = made_for, head
+    return kind(networks[kind][1])
 
 
 def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: AnyDraft) -> AnyDraft:

@@ -27,15 +27,15 @@ def take_grammars(
     """
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
-        found = _grammars_of(processor, num_rows)
+        row_grammars = _grammars_of(processor, num_rows)
         # The loop applies a grammar's mask after the processors and before the warpers. That gives the same result only
         # if no warper comes before the mask, and if the mask commutes with later processors, as with those in STAGE.
-        is_behind_a_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
-        if found is None or is_behind_a_warper or any(type(each) not in STAGE for each in after):
+        is_after_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
+        if row_grammars is None or is_after_warper or any(type(each) not in STAGE for each in after):
             continue
         if grammar is not None:
             raise ValueError(f"grammar: expected None beside {_name_of(processor)} in logits_processor, got both")
-        return LogitsProcessorList([*before, *after]), found
+        return LogitsProcessorList([*before, *after]), row_grammars
     return processors, grammar
 
 

@@ -83,18 +83,18 @@ class Predictions:
             sequences: [B, P + L].
             lengths: [B], the number of new tokens of each row.
         """
-        found = {"scores": self.scores(sequences)}
+        outputs = {"scores": self.scores(sequences)}
         if self._config.output_logits:
             places = range(sequences.shape[1] - self._num_prompt)
-            found["logits"] = tuple(self._logits(place).to(sequences.device) for place in places)
+            outputs["logits"] = tuple(self._logits(place).to(sequences.device) for place in places)
         return {
-            name: tuple(each.masked_fill((lengths <= n).unsqueeze(1), math.nan) for n, each in enumerate(values))
-            for name, values in found.items()
-            if values is not None
+            name: tuple(each.masked_fill((lengths <= n).unsqueeze(1), math.nan) for n, each in enumerate(tensors))
+            for name, tensors in outputs.items()
+            if tensors is not None
         }
 
     def _logits(self, place: int) -> Tensor:
         """The logits [B, V] float32 of each row's new token number `place`; NaN for rows without that token."""
-        found = [own[place] if place < len(own) else None for own in self._rows]
-        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
-        return torch.stack([none if logits is None else logits for logits in found])
+        row_logits = [row[place] if place < len(row) else None for row in self._rows]
+        none = next(torch.full_like(logits, math.nan) for logits in row_logits if logits is not None)
+        return torch.stack([none if logits is None else logits for logits in row_logits])

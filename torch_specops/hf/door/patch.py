@@ -66,9 +66,12 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
                 raise NotImplementedError(
                     "assistant_tokenizer: expected None; a draft with other tokens is draft_model=TokenMap(...)"
                 )
-            heard = None if streamer is None else _after_the_prompt(streamer)
-            given = (assistant_model, "assistant_model", "draft_model"), (heard, "streamer", "token_streamer")
-            for value, given_as, name in given:
+            token_streamer = None if streamer is None else _after_the_prompt(streamer)
+            passed_on = (
+                (assistant_model, "assistant_model", "draft_model"),
+                (token_streamer, "streamer", "token_streamer"),
+            )
+            for value, given_as, name in passed_on:
                 if value is not None and kwargs.get(name) is not None:
                     raise ValueError(f"{given_as}: expected None beside {name}, which is the same, got {type(value)}")
                 if value is not None:

@@ -131,16 +131,16 @@ def read_processors(
     is_padding = torch.arange(input_ids.shape[1], device="cpu") < num_padding.unsqueeze(1)
     widths = num_padding + mask.sum(1)
     fields = [_fields_of(processor, input_ids.shape[1], widths, vocab_size) for processor in processors]
-    num_called, values = 0, _merged(processors, fields, 0)
-    while values is None:
+    num_called, merged = 0, _merged(processors, fields, 0)
+    while merged is None:
         num_called += 1
-        values = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
+        merged = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
     if not config.do_sample:
         # Drop the temperature and the filters, because they do not change the argmax.
-        values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
-        values["temperature"] = 0.0
+        merged = {name: value for name, value in merged.items() if name not in ("top_k", "top_p", "min_p")}
+        merged["temperature"] = 0.0
     return ProcessorSampling(
-        **values,
+        **merged,
         padding=torch.where(is_padding, input_ids.cpu(), pad_token_id),
         num_padding=num_padding,
         called=processors[:num_called],
@@ -154,13 +154,13 @@ def _merged(
 ) -> dict[str, Any] | None:
     """Merge the fields of all processors. None if a processor has no fields, if two set the same field, or if their
     stages do not ascend from `stage` on."""
-    values: dict[str, Any] = {"biases": ()}
-    for processor, own in zip(processors, fields, strict=True):
-        if own is None or STAGE[type(processor)] < stage or (own.keys() & values.keys()) - {"biases"}:
+    merged: dict[str, Any] = {"biases": ()}
+    for processor, added in zip(processors, fields, strict=True):
+        if added is None or STAGE[type(processor)] < stage or (added.keys() & merged.keys()) - {"biases"}:
             return None
-        values |= own | {"biases": values["biases"] + own.get("biases", ())}
+        merged |= added | {"biases": merged["biases"] + added.get("biases", ())}
         stage = STAGE[type(processor)]
-    return values
+    return merged
 
 
 def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: int) -> dict[str, Any] | None:
@@ -194,8 +194,8 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
         case generation.RepetitionPenaltyLogitsProcessor():
             # From transformers 5.23 on, `generate` sets `prompt_ignore_length` to the number of padding tokens of each
             # row.
-            given = processor.prompt_ignore_length
-            ignored = torch.as_tensor(0 if given is None else given, device="cpu")
+            ignore_length = processor.prompt_ignore_length
+            ignored = torch.as_tensor(0 if ignore_length is None else ignore_length, device="cpu")
             if ignored.shape not in ((), widths.shape) or bool(((ignored < 0) | (ignored >= widths)).any()):
                 return None
             return {"repetition_penalty": processor.penalty, "num_ignored": ignored.expand_as(widths).contiguous()}

@@ -30,8 +30,8 @@ def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Out
     for is_sampled, where in runs(logits, args.temperature):
         part = args
         if where != slice(0, logits.shape[0]):
-            own: Any = {name: x[where] for name, x in args._asdict().items() if isinstance(x, Tensor)}
-            part = args._replace(**own)
+            part_tensors: Any = {name: x[where] for name, x in args._asdict().items() if isinstance(x, Tensor)}
+            part = args._replace(**part_tensors)
         outcomes += verify_sampled(part) if is_sampled else _verify_greedy(part)
     num_drafts = draft_tokens.shape[1]
     output: list[int] = []

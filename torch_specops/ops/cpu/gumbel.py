@@ -83,8 +83,8 @@ def _draw(
     tokens: dict[int, list[int]] = {}
     sampled = [b for b in sequences if temperature[b] > 0]
     if sampled:
-        own = filters if len(sampled) == len(temperature) else filters.at(sampled)
-        z, maxima = scaled_rows(_of(logits, sampled), None, own)
+        sampled_filters = filters if len(sampled) == len(temperature) else filters.at(sampled)
+        z, maxima = scaled_rows(_of(logits, sampled), None, sampled_filters)
         drawn = _likeliest(z.resolve_neg().numpy(), maxima, [temperature[b] for b in sampled], _of(keys, sampled))
         tokens |= zip(sampled, drawn, strict=True)
     greedy = [b for b in sequences if temperature[b] == 0]
