@@ -58,8 +58,8 @@ def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens:
     ** (K + 1)) (theorem 3.11).
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`. The errors are the same, and so is the result's type;
-            it is >= 1.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, with the same errors and type of result. The result
+            is >= 1.
         operations_ratio: c^, finite and >= 0, operations per token of the draft / operations per token of the target.
 
     Examples:

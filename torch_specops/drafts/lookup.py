@@ -224,8 +224,7 @@ class SuffixLookup(_Lookup):
         return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
 
     def _matches(self, text: Tensor, last: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-        """Candidate places [B, C], and for each place the length of its match: how many tokens up to the place equal
-        the last tokens of the row."""
+        """Candidate places [B, C], and the length [B, C] of the match at each place."""
         # Choose the places that match most of the row's last few tokens, and prefer newer places among equals.
         num_equal = _match_lengths(text, last, begin, min(NUM_TOKENS, self.max_ngram))
         position = torch.arange(text.shape[1], device=text.device)
@@ -245,8 +244,9 @@ def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Ten
 
 
 def _match_lengths(text: Tensor, last: Tensor, begin: int, most: int) -> Tensor:
-    """[B, N], for each place before the end of the row the length of its match: how many tokens up to the place equal
-    the last tokens of the row, at most `most`. `text`, `last` and `begin` are the results of `_Lookup._texts`."""
+    """[B, N], the length of the match at each place before the end of the row, at most `most`. The length of a match is
+    the number of tokens up to the place that equal the last tokens of the row. `text`, `last` and `begin` are the
+    results of `_Lookup._texts`."""
     position = torch.arange(text.shape[1], device=text.device)
     alive, lengths = position < last, torch.zeros_like(text)
     for back in range(most):
@@ -257,8 +257,8 @@ def _match_lengths(text: Tensor, last: Tensor, begin: int, most: int) -> Tensor:
 
 
 def _shared(text: Tensor, last: Tensor, end: Tensor, begin: int, most: int) -> Tensor:
-    """[B, C], the lengths of the matches at places `end` [B, C]: how many tokens up to the place equal the last tokens
-    of the row, at most `most`."""
+    """[B, C], the lengths of the matches at places `end` [B, C], at most `most`. The length of a match is the number of
+    tokens up to the place that equal the last tokens of the row."""
     back = torch.arange(most, device=text.device)
     is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= begin)
     before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)

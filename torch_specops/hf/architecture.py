@@ -36,8 +36,8 @@ class Reading(NamedTuple):
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Unwrap a transformers model: a `PeftModel` becomes its base model, whose layers contain the active adapter, and a
-    model compiled with `torch.compile` becomes the original, because the loop compiles its steps itself.
+    """Unwrap a transformers model. A `PeftModel` becomes its base model, whose layers contain the active adapter. The
+    result of `torch.compile` becomes the original model, because the loop compiles its steps itself.
 
     Raises:
         TypeError: `model` is not a transformers model.

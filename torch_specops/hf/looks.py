@@ -30,8 +30,9 @@ from .references import (
     reaches_module,
 )
 
-# Attributes that `_in_copy` skips. Every module has parameters, hooks and names, which the rest of `_look_at` copies.
-# Every call of an image model sets `rope_deltas`. That would count as a change, although the loop does not read it.
+# Attributes that a look does not follow like others. Those of every module, such as parameters and hooks, are handled
+# separately. `rope_deltas` is skipped because it changes in every call of an image model, and the loop does not read
+# it.
 NOT_FOLLOWED = frozenset({*vars(nn.Module()), "rope_deltas"})
 
 

@@ -155,7 +155,8 @@ def row_seeds(seed: int, batch: int) -> Tensor:
 
 
 def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
-    """Seeds of 63 random bits for a source that drafts for a draft model: n for each sequence and position.
+    """Seeds for a source that drafts for a draft model. For each sequence and position there are n seeds of 63 random
+    bits.
 
     The inner source must not use the sequence's seed, because it would then reuse random numbers of the outer source,
     in this step or a later one.

@@ -24,8 +24,8 @@ class LawTest:
             distribution is at most this. The bound follows from McDiarmid's inequality and is no approximation.
         statistic, dof, p_value: the results of Pearson's test after rare outcomes were pooled. If the loop emitted a
             token that has probability 0 under the target, the statistic is infinite and the p-value is 0.
-        detectable_effect: w. If the loop has a distribution r with sum (r - p)**2 / p >= w**2, the test rejects it with
-            a probability of at least 99 %.
+        detectable_effect: the effect size w. If the loop has a distribution r with sum (r - p)**2 / p >= w**2, the test
+            rejects it with a probability of at least 99 %.
         detectable_total_variation: w / 2, at most 1. A bias with at least this total variation is detected with a
             probability of at least 99 % (docs/testing.md).
         pooled: the total probability of outcomes that are too rare for a separate cell. A bias among these outcomes is

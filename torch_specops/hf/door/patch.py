@@ -79,8 +79,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
             more["tokenizer"] = kwargs.get("tokenizer")
             mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             more["has_mask"] = kwargs.get(mask) is not None
-            # Take the images out of the arguments here: later transformers may encode them, and would not pass them to
-            # the function.
+            # Take the images out of the arguments here. After this method, `generate` may encode them and would then
+            # not pass them to the function.
             images = image_inputs(self) if reads_images(self) else ()
             more["image_inputs"] = {name: kwargs.pop(name) for name in images if kwargs.get(name) is not None}
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more

@@ -58,7 +58,7 @@ def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
 
 def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int) -> tuple[int, Tensor | None]:
     """The number of accepted drafts of sequence b, and the residual [1, V] for the next token, or None if the whole
-    block is accepted. `reach` holds P_0 .. P_e, where e is the length of the block."""
+    block is accepted. `reach` holds P_0, P_1 and so on up to the end of the block."""
     end = len(reach) - 1
     if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None

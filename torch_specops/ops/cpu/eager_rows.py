@@ -218,5 +218,6 @@ def argmax_by_tiles(logits: Tensor) -> Tensor:
         # chosen.
         index = tile * size + torch.arange(size, device=logits.device)
         best = tile[..., 0] * size + logits.gather(-1, index.clamp(max=vocab_size - 1)).argmax(-1)
-    # For NaN or infinite logits use the general `argmax`, which replaces them by finite values; those may tie.
+    # If there are NaN or infinite logits, use the general `argmax`, which first replaces them. The replaced values may
+    # tie.
     return best if all(-math.inf < each < FLOAT32_MAX for each in row_max.flatten().tolist()) else argmax(logits)

@@ -25,8 +25,8 @@ from .filters import row_bounds, scale_kept
 from .softmax import FLOAT32_MAX, inverse_temperature, lowest_argmax
 from .walk import prefix_lengths
 
-# Constants of the hash of a token: a Weyl sequence, then two rounds of shift and multiplication. The two keys enter by
-# an XOR and as the factor of the first round.
+# Constants of `hashes`, which maps a token id and two keys to 32 random bits: the step of a Weyl sequence, a factor,
+# and two shifts.
 WEYL, FACTOR = 0x9E3779B9, 0x735A2D97
 SHIFTS = 16, 15
 # The largest float32 below 1.

@@ -33,8 +33,8 @@ MAX_AXIS = 65_535
 # Options of every launch. They are fixed because Triton's default differs between releases. Results are correct with
 # either value (see `rounded_product`).
 OPTIONS = {"enable_fp_fusion": True}
-# The number of threads in a warp, and the smallest width of a range. Narrower ranges would not be faster, and each
-# width needs another build of the kernel.
+# Ranges over rows or tiles have at least as many entries as a warp has threads. Narrower ranges would not be faster,
+# and each width needs another build of the kernel.
 MIN_LANES = 32
 
 if triton.knobs.runtime.interpret:
@@ -81,8 +81,8 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def logits_strides(names: tuple[str, ...], logits: Tensor | None) -> dict[str, int | None]:
-    """The strides of the logits, by the kernels' parameter names. If the last stride is 1 it is None, for which kernels
-    are built with wide loads."""
+    """A dict from the kernels' parameter names to the strides of the logits. If the last stride is 1 it is None, for
+    which kernels are built with wide loads."""
     if logits is None:
         return dict.fromkeys(names, 0) | {names[-1]: None}
     *outer, inner = logits.stride()

@@ -253,8 +253,8 @@ def draw_kernel(
         shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
         residual = tl.where(residual_or_max > 0, residual_or_max, 0.0)
         has_residual = (n < num_valid) & (tl.sum(tl.sum(residual, 1), 0) > 0)
-        # The masses of the tiles: the residual after a rejection, the softmax for a bonus token, else p^ (at padding,
-        # or if the residual is empty).
+        # `mass` holds the masses of the tiles. After a rejection it is the residual, and for a bonus token the softmax.
+        # At padding, or if the residual is empty, it is p^.
         bonus = weight_sum * exponential(residual_or_max - shift)
         mass = tl.where(has_residual, residual, tl.where(n == num_drafts, bonus, weight_sum))
         tile, threshold = pick_tile(tl.max(mass, 0), s)

@@ -4,8 +4,8 @@ and docs/design.md explains why the search works this way.
 Two numbers describe the kept tokens: the lowest kept logit (`cut`), and the lowest kept id among the tokens with that
 logit (`first_at_cut`). They take 8 bytes per row, and other kernels mask their loads by them. Nothing of size [.., V]
 is written, sorted or converted. There are two launches for any filters and any dtype:
-1. `group_kernel`, one program per (row, tile): for each group of 64 adjacent entries, the maximum of both halves; if
-   the row has top_p without top_k, also the sum of the exponentials of the group.
+1. `group_kernel`, one program per (row, tile): for each group of 64 adjacent entries, it stores the maximum of each
+   half. If the row has top_p without top_k, it also stores the sum of the exponentials of the group.
 2. `cut_kernel`, one program per row: from these numbers it finds a key (a logit as an integer) at or below the cut, and
    selects the halves whose maximum is at least that key. It lists the entries of these halves that are at least that
    key, and finds the cut in the list by bisection. If the selected halves are most of the row, it first estimates from
@@ -80,7 +80,7 @@ def _search(
     num_tiles = launch.num_tiles(logits, tile)
     group = min(GROUP, tile // 4)
     num_groups = num_tiles * (tile // group)
-    # A part has at least 8 entries, so that it is at least 16 bytes.
+    # A part has at least 8 entries, which are 16 bytes of a 16-bit type.
     part = max(group // PARTS, 8)
     num_parts = num_tiles * (tile // part)
     room = ROOM * num_groups
