@@ -53,17 +53,18 @@ def test_lookup_else_keeps_the_law(verify: str, report: Report) -> None:
 
 
 class Known(PromptLookup):
-    """In rows of some lengths: right drafts, the last but one wrong."""
+    """Drafts in rows of some lengths. The first row's are wrong; of the others' the last but one, after an odd length."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any) -> Draft:
         texts = torch.zeros(len(PROMPTS), 64, dtype=torch.int64)
         for row, (prompt, rest) in enumerate(zip(PROMPTS, expected_rows(), strict=True)):
             texts[row, : len(prompt) + len(rest)] = torch.tensor([*prompt, *rest])
         ends = lengths.unsqueeze(1)
-        # All rows in every third step or so.
-        is_found = (ends % 4 < 2) | (lengths[0] % 3 == 0)
+        # All rows in several steps in a row.
+        is_found = (ends % 4 < 2) | (lengths[0] % 12 < 3)
         places = torch.arange(num_draft_tokens)
-        drafts = texts.gather(1, ends + places) + (places == num_draft_tokens - 2)
+        drafts = texts.gather(1, ends + places) + (places == num_draft_tokens - 2) * (ends % 2)
+        drafts[0] += 1
         return Draft(torch.where(is_found, drafts % VOCAB, -1))
 
 
@@ -95,7 +96,7 @@ def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str) -> None:
     alone: dict[tuple[int, int], int] = {}
     decode(recorded(OTHERS[other](), alone), 1)
     found: dict[tuple[int, int], int] = {}
-    draft = LookupElse(recorded(OTHERS[other](), found), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=2)
+    draft = LookupElse(recorded(OTHERS[other](), found), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
     output = decode(draft, 6, schedule=Pauses() if schedule == "pauses" else schedule)
     assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
     both = {place: token for place, token in found.items() if place in alone}
@@ -124,18 +125,24 @@ def test_lookup_else_follows_its_parts() -> None:
     target.undrafted = (3,)
     short = PairModel(TABLES["close"])
     short.max_length = 5
-    draft = pickle.loads(pickle.dumps(LookupElse(short, min_match=1, lookup=SuffixLookup(min_ngram=1, max_ngram=4))))
+    lookup = SuffixLookup(min_ngram=1, max_ngram=4)
+    draft = pickle.loads(pickle.dumps(LookupElse(short, min_match=1, lookup=lookup, num_other_tokens=2)))
     draft.bind(target)
     assert draft.default_draft_tokens == 10 and draft.vocab_size == V and not draft.deterministic
     tokens = torch.tensor([[1, 2, 3, 1, 2, 0], [0, 1, 2, 4, 5, 3], [0, 1, 0, 0, 0, 0]])
     lengths = torch.tensor([5, 6, 3])
     draft.expect(4)
     draft.start(tokens, lengths, 12)
-    proposal = draft.propose(tokens, lengths, 4, SamplingParams(temperature=0.0).tensors(3), torch.arange(3))
+    greedy = SamplingParams(temperature=0.0)
+    proposal = draft.propose(tokens, lengths, 4, greedy.tensors(3), torch.arange(3))
     # The first row has its drafts from the model, because token 3, the placeholder of an image, is not looked up. The
     # second row has none, because the model cannot read six tokens.
     assert proposal.tokens[0, 0] >= 0 and proposal.tokens[1].tolist() == [-1] * 4
     assert proposal.tokens[2].tolist() == [1, 0, 1, 0]
+    # Without looked-up drafts, an eager step verifies no more than the model's.
+    row = tokens[[1]], lengths[[2]]
+    draft.start(*row, 12)
+    assert draft.propose(*row, 4, greedy.tensors(1), torch.arange(1)).tokens.shape == (1, 2)
 
 
 def test_lookup_else_names_wrong_arguments() -> None:
