@@ -53,7 +53,8 @@ def test_lookup_else_keeps_the_law(verify: str, report: Report) -> None:
 
 
 class Known(PromptLookup):
-    """Drafts in rows of some lengths. The first row's are wrong; of the others' the last but one, after an odd length."""
+    """Drafts in rows of some lengths. All of the first row are wrong; of other rows the last but one, after an odd
+    length."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any) -> Draft:
         texts = torch.zeros(len(PROMPTS), 64, dtype=torch.int64)
