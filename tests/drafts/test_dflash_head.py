@@ -14,7 +14,7 @@ from tiny_models import PairModel, raised, random_table, tiny
 from torch import Tensor
 
 from torch_specops.drafts import DFlash
-from torch_specops.drafts.dflash_head import read_drafter, read_drafter_config
+from torch_specops.drafts.dflash_files import read_drafter, read_drafter_config
 
 CPU = torch.device("cpu")
 INNER = ZLAB["dflash_config"]

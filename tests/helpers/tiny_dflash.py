@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from torch_specops.drafts import DFlash
-from torch_specops.drafts.dflash_head import DFlashHead, read_drafter_config
+from torch_specops.drafts.dflash_files import read_drafter_config
+from torch_specops.drafts.dflash_head import DFlashHead
 
 MASK, BLOCK = VOCAB - 1, 9
 # The tiny models have two layers; what the second one gives goes through the last norm.

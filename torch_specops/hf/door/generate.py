@@ -17,7 +17,7 @@ from ...decode import SpeculativeDecoder, Verifier
 from ...decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ...decode.rows import BatchRules
 from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
-from ...drafts.dflash_head import read_drafter
+from ...drafts.dflash_files import read_drafter
 from ...schedules import Schedule
 from ..adapter import language_model
 from ..cache import CACHE_NAMES
