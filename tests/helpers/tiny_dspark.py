@@ -48,20 +48,28 @@ def with_layers(raw: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return raw | {"transformer_layer_config": raw["transformer_layer_config"] | fields}
 
 
-def new_weights(raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Random weights of a drafter's file, in float64. DeepSpec's have embeddings and a head, speculators' a head if it
-    has fewer tokens than the target."""
-    config = read_drafter_config(raw)
+def new_head(raw: dict[str, Any], seed: int = 0) -> DFlashHead:
+    """A random drafter in float64. DeepSpec's have embeddings and a head, speculators' a head if they have fewer tokens
+    than the target."""
     of_deepspec, kept = "speculators_model_type" not in raw, raw.get("draft_vocab_size", VOCAB)
     torch.manual_seed(seed)
-    head = DFlashHead(config, of_deepspec, of_deepspec or kept < VOCAB).double().requires_grad_(False)
+    head = DFlashHead(read_drafter_config(raw), of_deepspec, of_deepspec or kept < VOCAB).double()
     for name, parameter in head.named_parameters():
         torch.nn.init.normal_(parameter, float("norm" in name), 0.3)
-    weights = head.state_dict()
     if kept < VOCAB:
         tokens = torch.randperm(VOCAB)[:kept].sort().values
-        weights["d2t"] = tokens - torch.arange(kept)
-        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, tokens, True)
+        head.draft_of_target = torch.full((VOCAB,), -1).scatter(0, tokens, torch.arange(kept))
+    return head.requires_grad_(False)
+
+
+def new_weights(raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """The weights in the file of this drafter."""
+    head = new_head(raw, seed)
+    weights = head.state_dict()
+    if head.draft_of_target is not None:
+        weights["t2d"] = head.draft_of_target >= 0
+        tokens = weights["t2d"].nonzero().squeeze(1)
+        weights["d2t"] = tokens - torch.arange(len(tokens))
     return weights
 
 
