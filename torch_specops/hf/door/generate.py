@@ -201,8 +201,10 @@ def _cached_decoder(
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
-    if type(draft_model) is MTP or type(draft_model) is DFlash:
-        draft = type(draft_model), draft_model.head
+    if type(draft_model) is MTP:
+        draft = MTP, draft_model.head
+    if type(draft_model) is DFlash:
+        draft = DFlash, draft_model.head, draft_model.deterministic, draft_model.confidence
     # A graph cannot be reused on another device or in another dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     kept = _decoders.get(model)
