@@ -377,8 +377,8 @@ def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
     assert raised(read, cases) == []
 
 
-def test_the_layout_of_specforge() -> None:
-    """Its fields stand in dflash_config, its confidence head in the weight of a loss; or as its script for SGLang
+def test_fields_that_layouts_give_differently() -> None:
+    """SpecForge's stand in dflash_config, its confidence head in the weight of a loss; or as its script for SGLang
     writes them."""
     fields = {"markov_rank": 8, "markov_head_type": "gated", "confidence_head_alpha": 1.0, "projector_type": "dspark"}
     fields |= {"attention_mode": "gqa", "mask_token_id": MASK, "target_layer_ids": [-1, 1]}
@@ -392,3 +392,6 @@ def test_the_layout_of_specforge() -> None:
     assert config.has_confidence and not config.confidence_reads_markov
     del fields["confidence_head_alpha"]
     assert not read_drafter_config(forge).has_confidence
+    # Where speculators' config does not name the head, the drafter has it.
+    without = {name: value for name, value in DSPARK.items() if "confidence" not in name}
+    assert read_drafter_config(without) == read_drafter_config(DSPARK)
