@@ -307,7 +307,6 @@ def test_configs_that_are_not_known() -> None:
             (DSPARK | {"markov_rank": 0}, "config: confidence_head_with_markov is True, and markov_rank is 0"),
             (DSPARK | {"sample_from_anchor": "no"}, expected + "sample_from_anchor None or True or False, got 'no'"),
             (DEEPSPEC | {"sample_from_anchor": False}, expected + "sample_from_anchor None or True, got False"),
-            (with_layers(DSPARK, block_size=9), "config: block_size is 5, and 9 in transformer_layer_config"),
             (inside(markov_rank=9), "config: markov_rank is 4, and 9 in dflash_config"),
             (method(speculative_tokens=6), expected + "speculative_tokens <= 5, the drafts of a block, got 6"),
             (
@@ -371,6 +370,7 @@ def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
         ((DEEPSPEC | {"num_target_layers": 3}, {}), ValueError, other + "num_target_layers 3, the target has 2"),
         ((DSPARK | {"mask_token_id": VOCAB}, {}), ValueError, "draft: mask_token_id 60 is none of the target's tokens"),
         ((DSPARK, {"confidence": 1.0}), ValueError, r"confidence: expected a number in \[0, 1\), got 1.0"),
+        ((DSPARK, {"confidence": "high"}), TypeError, "confidence: expected a number, got <class 'str'>"),
         ((DSPARK, {"confidence": float("nan")}), ValueError, r"confidence: expected a number in \[0, 1\), got nan"),
         ((deepspec, {"confidence": 0.5}), ValueError, "confidence: expected 0, because this drafter has no confidence"),
     ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..checks import check_number
 from ..models.base import FeatureModel, LanguageModel, feature_model
 from ..sampling import SamplingTensors
 from .base import Draft
@@ -40,7 +41,7 @@ class DFlash(PublishedDraft):
             Markov head. The default of `verify` follows.
         confidence: in [0, 1). A row's drafts end before the first that the target accepts with a smaller probability,
             as the drafter's confidence head estimates it from the drafts before; 0 = never. Raises ValueError outside
-            this range, and above 0 for a drafter without this head.
+            this range, and above 0 for a drafter without this head; TypeError for another type.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -61,7 +62,7 @@ class DFlash(PublishedDraft):
     def __init__(self, head: DFlashHead, *, sampled: bool | None = None, confidence: float = 0.0) -> None:
         super().__init__(head)
         config = head.config
-        if not 0 <= confidence < 1:
+        if not 0 <= check_number("confidence", confidence) < 1:
             raise ValueError(f"confidence: expected a number in [0, 1), got {confidence!r}")
         if confidence > 0 and head.confidence_head is None:
             raise ValueError(f"confidence: expected 0, because this drafter has no confidence head, got {confidence}")

@@ -35,18 +35,15 @@ from .layers import (
 from .markov import KINDS
 
 ZLAB, SPECFORGE, DEEPSPEC, MUSE = "DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "muse_glimmer_assistant"
-SPECULATORS = ("dflash", "dspark")
 MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 # Copies of the target's weights that only speculators' training needs.
 NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 FIELDS = {"block_size", "mask_token_id", "target_layer_ids", "projector_type"}
 FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
-MARKOV_FIELDS = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+DSPARK_FIELDS = FIELDS | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 # These two say how SpecForge trained.
-DSPARK_FIELDS = FIELDS | MARKOV_FIELDS | {"attention_mode", "confidence_head_alpha"}
-SPECULATORS_FIELDS = MARKOV_FIELDS | {"block_size", "mask_token_id", "draft_vocab_size", "aux_hidden_state_layer_ids"}
-SPECULATORS_FIELDS |= {"sample_from_anchor", "sliding_window_non_causal", "target_hidden_size"}
+DSPARK_FIELDS |= {"attention_mode", "confidence_head_alpha"}
 # The values that `DFlash` supports of fields that change what a drafter computes; None = not given.
 ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -89,10 +86,8 @@ def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.devic
 
 def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """The config of a drafter, given the content of config.json in any layout."""
-    kind, architectures, model_type = (
-        raw.get(name) for name in ("speculators_model_type", "architectures", "model_type")
-    )
-    if kind in SPECULATORS:
+    kind, architectures, model_type = raw.get("speculators_model_type"), raw.get("architectures"), raw.get("model_type")
+    if kind in ("dflash", "dspark"):
         return _of_speculators(raw, kind)
     if kind is None and (model_type == MUSE or architectures in ([ZLAB], [SPECFORGE], [DEEPSPEC])):
         return _of_publishers(raw, architectures in ([SPECFORGE], [DEEPSPEC]))
@@ -148,22 +143,20 @@ def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     layer, is_dspark = raw.get("transformer_layer_config"), kind == "dspark"
     if not isinstance(layer, Mapping):
         raise ValueError(f"config: expected an object as transformer_layer_config, got {layer!r}")
-    twice = {name: value for name, value in layer.items() if name in SPECULATORS_FIELDS}
-    own = joined(raw, twice, "transformer_layer_config", SPECULATORS_FIELDS)
     slides = "sliding_attention" in (layer.get("layer_types") or ())
-    after = None if is_set(own, "sliding_window_non_causal") else 0
+    after = None if is_set(raw, "sliding_window_non_causal") else 0
     check_known(
         ("model_type", layer.get("model_type"), ("qwen3", "llama")),
         ("use_sliding_window", layer.get("use_sliding_window"), (None, True) if slides else (None, True, False)),
     )
     config = _config(
         layer,
-        own,
+        raw,
         lambda kind: (size_of(layer, "sliding_window"), after) if kind == "sliding_attention" else (None, None),
-        layer_ids(own, "aux_hidden_state_layer_ids"),
-        **(_dspark_heads(own, is_enabled=True, reads_markov=True) if is_dspark else {}),
-        first_slot=0 if is_set(own, "sample_from_anchor", default=is_dspark) else 1,
-        draft_vocab_size=size_of(own, "draft_vocab_size"),
+        layer_ids(raw, "aux_hidden_state_layer_ids"),
+        **(_dspark_heads(raw, is_enabled=True, reads_markov=True) if is_dspark else {}),
+        first_slot=0 if is_set(raw, "sample_from_anchor", default=is_dspark) else 1,
+        draft_vocab_size=size_of(raw, "draft_vocab_size"),
         window_of_block=True,
         reads_last_norm=False,
     )

@@ -160,15 +160,9 @@ class PublishedDraft(FeatureDraft):
         return cls._published(folder_or_id, target, dtype)
 
     @classmethod
-    def _published(
-        cls: type[Own],
-        folder_or_id: str | os.PathLike[str] | nn.Module,
-        target: LanguageModel | nn.Module,
-        dtype: torch.dtype | None,
-        **options: Any,
-    ) -> Own:
+    def _published(cls: type[Own], source: Any, target: Any, dtype: torch.dtype | None, **options: Any) -> Own:
         model = feature_model(as_language_model("target", target))
-        draft = cls(cls._read_head(folder_or_id, model.device, dtype or model.dtype), **options)
+        draft = cls(cls._read_head(source, model.device, dtype or model.dtype), **options)
         draft.bind(model)
         return draft
 
