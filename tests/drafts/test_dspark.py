@@ -387,7 +387,7 @@ def test_fields_that_layouts_give_differently() -> None:
     forge |= {"layer_types": ["full_attention", "sliding_attention"]}
     config = read_drafter_config(forge)
     assert config == read_drafter_config(forge | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8})
-    assert (config.feature_layers, config.first_slot, config.sees) == ((0, 2), 0, ((None, None), (3, 0)))
+    assert (config.feature_layers, config.first_place, config.sees) == ((0, 2), 0, ((None, None), (3, 0)))
     assert (config.markov_rank, config.markov_kind) == (8, "gated")
     assert config.has_confidence and not config.confidence_reads_markov
     del fields["confidence_head_alpha"]

@@ -106,7 +106,7 @@ def plain_drafts(
     hidden = block_states(layer, weights, features, embedded, *seen)
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
     own = {name.partition(".")[2]: weight for name, weight in weights.items()}
-    # Without a draft from the newest token's slot, that slot still moves the state.
+    # Where the newest token gives no draft, it still moves the state.
     first = 0 if raw.get("sample_from_anchor", raw.get("speculators_model_type") != "dflash") else 1
     state, previous = torch.zeros(RANK, dtype=torch.float64), [text[-1]] * (first + 1) + list(drafts[:-1])
     logits, confidences = [], []

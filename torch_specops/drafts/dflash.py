@@ -24,12 +24,13 @@ class DFlash(PublishedDraft):
 
     Keys and values of the sequence are computed from features alone. The block is the newest token and `block_size` - 1
     masks, which attend to the sequence and to each other; embeddings and head are the drafter's, or the target's. The
-    block's keys and values are overwritten once its tokens are known. The forward always reads the whole block. Its
-    slots give the drafts: those of the masks, or, where the drafter was trained so, that of the newest token too.
+    block's keys and values are overwritten once its tokens are known. The forward always reads the whole block. Each
+    mask gives a draft, and where the drafter was trained so, the newest token too.
 
-    A DSpark drafter (DeepSeek-AI 2026) adds W2 z to the logits of a draft, where z depends on the token before it
-    (`MarkovHead`). This takes K small products, and no forward. Its drafts depend on each other, so they are sampled.
-    The drafts of other drafters are the likeliest tokens, at any temperature: drawn independently, fewer are accepted.
+    A DSpark drafter (DeepSeek-AI 2026) has a Markov head: it adds W2 z to the logits of draft j, where z depends on the
+    draft before (r numbers), and on the hidden state at j and a state of the block for some kinds. This takes K small
+    products, and no forward. Its drafts depend on each other, so they are sampled. Other drafters give the likeliest
+    tokens, at any temperature: drawn independently, fewer are accepted.
 
     `from_pretrained` reads drafters in z-lab's layout (`architectures: ["DFlashDraftModel"]`), transformers'
     (`MuseGlimmerAssistantModel`), the speculators library's (`speculators_model_type: "dflash"` and `"dspark"`), and
@@ -145,7 +146,7 @@ class DFlash(PublishedDraft):
         sampling: SamplingTensors,
         text: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """A draft, from the logits [B, 1, D] and hidden states [B, H] of its slot, as `_draw_in_turn` says."""
+        """A draft, from the logits [B, 1, D] and hidden states [B, H] at its place, as `_draw_in_turn` says."""
         head, previous = self.head, previous.squeeze(1)
         if head.markov_head is not None:
             bias, state = head.markov_head(previous, hidden, state)
@@ -163,8 +164,8 @@ class DFlash(PublishedDraft):
     def _read_block(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, num_drafts: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read the features at positions [B, n]; return, of the slots that give drafts, the logits [B, K, D] before the
-        Markov head and the hidden states [B, K, H]; and the state of the Markov head."""
+        """Read the features at positions [B, n]. Return for the places that give drafts the logits [B, K, D], before
+        the Markov head, and the hidden states [B, K, H]; and the first state [B, r] of the Markov head."""
         head, config, target = self.head, self.head.config, self._target
         self._read_text(tokens, ends, positions)
         newest = tokens.gather(1, ends - 1)
@@ -176,10 +177,10 @@ class DFlash(PublishedDraft):
         state = None
         if head.markov_head is not None:
             state = head.markov_head.first_state(hidden)
-            if config.first_slot > 0:
-                # In training it has read the newest token's slot, which gives no draft.
+            if config.first_place > 0:
+                # In training it has read the newest token's place, which gives no draft.
                 _, state = head.markov_head(newest.squeeze(1), hidden[:, 0], state)
-        hidden = hidden[:, config.first_slot : config.first_slot + num_drafts]
+        hidden = hidden[:, config.first_place : config.first_place + num_drafts]
         logits = target.head(hidden.to(target.dtype)) if head.lm_head is None else head.lm_head(hidden)
         logits = (logits.float() if logits.dtype == torch.float64 else logits) * config.output_multiplier
         capped = logits if config.softcap is None else torch.tanh(logits / config.softcap) * config.softcap

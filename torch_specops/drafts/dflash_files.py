@@ -131,7 +131,7 @@ def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
         feature_layers,
         # SpecForge's configs may name the weight of the confidence loss instead.
         **(_dspark_heads(own, bool(own.get("confidence_head_alpha")), reads_markov=False) if is_dspark else {}),
-        first_slot=0 if is_dspark else 1,
+        first_place=0 if is_dspark else 1,
         num_target_layers=raw.get("num_target_layers"),
         embedding_scale=number_of(own, "input_embedding_scale", 1.0),
         output_multiplier=number_of(own, "output_multiplier", 1.0),
@@ -155,7 +155,7 @@ def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
         lambda kind: (size_of(layer, "sliding_window"), after) if kind == "sliding_attention" else (None, None),
         layer_ids(raw, "aux_hidden_state_layer_ids"),
         **(_dspark_heads(raw, is_enabled=True, reads_markov=True) if is_dspark else {}),
-        first_slot=0 if is_set(raw, "sample_from_anchor", default=is_dspark) else 1,
+        first_place=0 if is_set(raw, "sample_from_anchor", default=is_dspark) else 1,
         draft_vocab_size=size_of(raw, "draft_vocab_size"),
         window_of_block=True,
         reads_last_norm=False,

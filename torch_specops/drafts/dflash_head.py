@@ -19,7 +19,7 @@ class DFlashConfig(LayerConfig):
 
     Args:
         block_size: the tokens of a block: the newest token and the masks after it.
-        first_slot: the slot of the block that gives the first draft: 0 = the newest token's, 1 = the first mask's.
+        first_place: the place in the block that gives the first draft: 0 = the newest token's, 1 = the first mask's.
         mask_token_id: the target's token that stands for a mask.
         feature_layers: the target's layers whose inputs are the features.
         sees: for each layer, how many tokens before and after itself a token attends to, up to the block's end; None =
@@ -41,7 +41,7 @@ class DFlashConfig(LayerConfig):
     mask_token_id: int
     feature_layers: tuple[int, ...]
     sees: tuple[tuple[int | None, int | None], ...]
-    first_slot: int = 1
+    first_place: int = 1
     window_of_block: bool = False
     reads_last_norm: bool = True
     vocab_size: int | None = None
@@ -58,7 +58,7 @@ class DFlashConfig(LayerConfig):
 
     @property
     def most_drafts(self) -> int:
-        return self.block_size - self.first_slot
+        return self.block_size - self.first_place
 
 
 class DFlashHead(nn.Module):
@@ -117,7 +117,7 @@ class DFlashHead(nn.Module):
         return logits if self.draft_of_target is None else spread_logits(logits, self.draft_of_target)
 
     def confidence_of(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """The probability [B] float32 that the target accepts the draft after tokens `previous` [B], in a slot with
+        """The probability [B] float32 that the target accepts the draft after tokens `previous` [B], at a place with
         hidden states [B, H]. The drafter must have a confidence head."""
         markov = self.markov_head
         if markov is not None and self.config.confidence_reads_markov:

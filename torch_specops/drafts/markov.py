@@ -1,6 +1,6 @@
 """The heads that DSpark adds to a DFlash drafter: one for the token before a draft, one for the draft's chance.
 
-Slot j of the block has the hidden state h_j; x_j-1 is the token before its draft.
+The place of draft j in the block has the hidden state h_j; x_j-1 is the token before this draft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class MarkovHead(nn.Module):
     - "vanilla": z = e.
     - "gated": z = sigmoid(G [h_j; e]) * e.
     - "rnn": (g, c, o) = J [s; e; h_j], s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c), z = tanh(o). The state s is 0
-      before the first slot of a block.
+      at the beginning of a block.
 
     Args:
         kind: one of these.
@@ -42,8 +42,8 @@ class MarkovHead(nn.Module):
         return hidden.new_zeros(len(hidden), self.markov_w1.embedding_dim)
 
     def forward(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [B, D] and the next state [B, r], from the target's tokens `previous` [B] and the slot's hidden
-        states [B, H]. Only "rnn" reads and changes the state."""
+        """The bias [B, D] and the next state [B, r], from the target's tokens `previous` [B] and the hidden states
+        [B, H] of its place. Only "rnn" reads and changes the state."""
         z = embedded = self.markov_w1(previous)
         if self.kind == "gated":
             z = self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid() * embedded
