@@ -1,7 +1,7 @@
-"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the speedup of speculative decoding, on tensors.
+"""The formulas of Leviathan et al. 2023 (arXiv 2211.17192) for the speedup of speculative decoding, for tensors.
 
-alpha is the probability that a draft is accepted, given that the drafts before it were; K (gamma in the paper) is the
-number of drafts per step, and c the cost ratio. All functions of alpha assume that drafts are accepted independently
+alpha is the probability that a draft is accepted, given that all drafts before it were. K (gamma in the paper) is the
+number of drafts per step, and c is the cost ratio. All functions of alpha assume that drafts are accepted independently
 with the same probability, and that the target reads K + 1 tokens in the time of one. Arithmetic is float64. Arguments
 are numbers or tensors, and broadcast against each other.
 """
@@ -20,12 +20,13 @@ Number = float | Tensor
 
 
 def expected_tokens_per_step(alpha: Number, num_draft_tokens: int | Tensor) -> Tensor:
-    """(1 - alpha ** (K + 1)) / (1 - alpha), the expected number of tokens per step (equation 1); K + 1, its limit, at
-    alpha = 1. float64, in the broadcast shape, accurate to a few units in the last place, even for alpha near 1.
+    """The expected number of tokens per step, (1 - alpha ** (K + 1)) / (1 - alpha) (equation 1). At alpha = 1 it is the
+    limit K + 1. The result is float64 in the broadcast shape. It is accurate to a few units in the last place, even for
+    alpha near 1.
 
     Args:
-        alpha: in [0, 1]; a TypeError for another type, a ValueError for another number.
-        num_draft_tokens: K, integers >= 0, with the same errors; a ValueError if the shapes do not broadcast.
+        alpha: in [0, 1]. Another type raises TypeError, and another number raises ValueError.
+        num_draft_tokens: K, integers >= 0, with the same errors. Shapes that do not broadcast raise ValueError.
 
     Examples:
         >>> from torch_specops.analysis import expected_tokens_per_step
@@ -36,10 +37,11 @@ def expected_tokens_per_step(alpha: Number, num_draft_tokens: int | Tensor) -> T
 
 
 def walltime_factor(alpha: Number, cost_ratio: Number, num_draft_tokens: int | Tensor) -> Tensor:
-    """(1 - alpha ** (K + 1)) / ((1 - alpha) (K c + 1)), the expected speed over decoding without drafts (theorem 3.8).
+    """The expected speed relative to decoding without drafts, (1 - alpha ** (K + 1)) / ((1 - alpha) (K c + 1)) (theorem
+    3.8).
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, with the same errors and type of result.
         cost_ratio: c, finite and >= 0, the time of one draft forward / the time of one target forward.
 
     Examples:
@@ -52,11 +54,13 @@ def walltime_factor(alpha: Number, cost_ratio: Number, num_draft_tokens: int | T
 
 
 def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens: int | Tensor) -> Tensor:
-    """(1 - alpha) (K c^ + K + 1) / (1 - alpha ** (K + 1)), the operations relative to no drafts (theorem 3.11).
+    """The number of arithmetic operations relative to decoding without drafts, (1 - alpha) (K c^ + K + 1) / (1 - alpha
+    ** (K + 1)) (theorem 3.11).
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result (>= 1) and errors.
-        operations_ratio: c^, finite and >= 0, operations per token of the draft / of the target.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, with the same errors and type of result. The result
+            is >= 1.
+        operations_ratio: c^, finite and >= 0, operations per token of the draft / operations per token of the target.
 
     Examples:
         >>> from torch_specops.analysis import operations_factor
@@ -68,12 +72,12 @@ def operations_factor(alpha: Number, operations_ratio: Number, num_draft_tokens:
 
 
 def memory_access_factor(alpha: Number, num_draft_tokens: int | Tensor, memory_ratio: Number = 0.0) -> Tensor:
-    """(K m + 1) (1 - alpha) / (1 - alpha ** (K + 1)), the reads of weights and key-value caches relative to no drafts
-    (section 3.4, which ignores the draft's reads: m = 0). If reads determine the time of a forward, c = m, and this is
-    the inverse of `walltime_factor`.
+    """The bytes of weights and KV caches read, relative to decoding without drafts: (K m + 1) (1 - alpha) / (1 - alpha
+    ** (K + 1)) (section 3.4, which ignores the draft's reads, m = 0). If reads determine the time of a forward, then c
+    = m, and the result is the inverse of `walltime_factor`.
 
     Args:
-        alpha, num_draft_tokens: as in `expected_tokens_per_step`, also the result and errors.
+        alpha, num_draft_tokens: as in `expected_tokens_per_step`, with the same errors and type of result.
         memory_ratio: m, finite and >= 0, bytes read for one draft / bytes read in one target forward.
 
     Examples:
@@ -86,14 +90,15 @@ def memory_access_factor(alpha: Number, num_draft_tokens: int | Tensor, memory_r
 
 
 def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1000) -> Tensor:
-    """The K that maximises `walltime_factor` (section 3.5, figure 3), the smallest of equals; int64, broadcast shape.
+    """The K that maximises `walltime_factor` (section 3.5, figure 3), and the smallest such K if several do. The result
+    is int64 in the broadcast shape.
 
-    It is above 0 iff alpha > c, and the gain is then at least (1 + alpha) / (1 + c) (corollary 3.9). For c = 0 and
-    alpha > 0, more drafts are always better, and the result is `maximum`.
+    It is above 0 iff alpha > c, and the walltime factor is then at least (1 + alpha) / (1 + c) (corollary 3.9). For c =
+    0 and alpha > 0, more drafts are always better, and the result is `maximum`.
 
     Args:
         alpha, cost_ratio: as for `walltime_factor`, with the same errors.
-        maximum: the largest K considered, an int >= 0.
+        maximum: the largest K that is considered, an int >= 0.
 
     Examples:
         >>> from torch_specops.analysis import optimal_num_draft_tokens
@@ -105,10 +110,11 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
     best = torch.zeros_like(a, dtype=torch.int64)
     paying = torch.ones_like(best, dtype=torch.bool)
     power, tokens = a.clone(), torch.ones_like(a)
-    # One more draft pays iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). Left minus right falls with
-    # K, by (1 - alpha) alpha ** K (K c + 1), so the first K at which it does not pay is the best.
+    # One more draft increases the factor iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). The left
+    # side minus the right side decreases with K, by (1 - alpha) alpha ** K (K c + 1). So stop at the first K for which
+    # the inequality fails.
     for count in range(maximum):
-        # For c = 0 every draft pays, even if its power has underflowed to 0.
+        # For c = 0 every draft increases the factor, even if the power of alpha has underflowed to 0.
         paying = paying & ((power * (count * c + 1) > c * tokens) | ((c == 0) & (a > 0)))
         if not bool(paying.any()):
             break
@@ -119,9 +125,9 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
 
 
 def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
-    """1 / (1 - alpha + c alpha), the walltime factor if K were the number of drafts that will be accepted in every
-    step: an upper bound for any choice of K (section 3.5). For c > 1 it is 1 (K = 0), for alpha = 1 and c = 0 infinite.
-    Arguments, result and errors are as in `walltime_factor`.
+    """The walltime factor if each step drafted exactly the tokens that will be accepted: 1 / (1 - alpha + c alpha). It
+    is an upper bound for any choice of K (section 3.5). For c > 1 it is 1, because drafting nothing is best; for alpha
+    = 1 and c = 0 it is infinite. Arguments, result and errors are as in `walltime_factor`.
 
     Examples:
         >>> from torch_specops.analysis import oracle_walltime_factor
@@ -129,7 +135,7 @@ def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
         tensor(4.1667, dtype=torch.float64)
     """
     a, c = _arguments(alpha=alpha, cost_ratio=cost_ratio)
-    # A step emits 1 / (1 - alpha) tokens on average; all but one are drafts of cost c.
+    # A step emits 1 / (1 - alpha) tokens on average, of which all except one are drafts with cost c.
     return 1 / (1 - a + c.clamp(max=1.0) * a)
 
 
@@ -140,22 +146,24 @@ def acceptance_probability(
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
 ) -> Tensor:
-    """beta = sum_x min(p(x) / l, q(x)), the probability that a draft drawn from q is accepted (theorem 3.5; with
-    lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6). [..] float64 in [0, 1]; 0 if either row
-    has no finite logit.
+    """The probability that a draft drawn from q is accepted, beta = sum_x min(p(x) / l, q(x)) (theorem 3.5; with
+    lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6). The result is [..] float64 in [0, 1], and
+    0 if either row has no finite logit.
 
-    At temperature 0 both laws are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or 0. With
-    `argmax_lenience` below 1, the draft's argmax x is accepted if softmax(target_logits)(x) >= l max softmax(..).
+    At temperature 0 both distributions are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or
+    0. With l = `argmax_lenience` below 1, the draft's argmax x is accepted if s(x) >= l max s, where s is the softmax
+    of the target logits.
 
     Args:
-        target_logits: [.., V] of any floating dtype; -inf and NaN exclude a token, +inf is the largest float32.
+        target_logits: [.., V] of any floating dtype. -inf and NaN mask a token, and +inf counts as the largest float32.
         draft_logits: [.., V], broadcast against the target's.
         temperature: finite and >= 0, a number or a tensor that broadcasts against [..]; applied to both sides.
         lenience: l in (0, 1], at temperatures above 0; 1 = lossless.
         argmax_lenience: l in (0, 1], at temperature 0; 1 = lossless.
 
     Raises:
-        TypeError, ValueError: another type, another vocabulary, shapes that do not broadcast, a number out of range.
+        TypeError, ValueError: an argument has another type, vocabularies differ, shapes do not broadcast, or a number
+            is out of range.
 
     Examples:
         >>> import torch, torch_specops.analysis
@@ -164,20 +172,20 @@ def acceptance_probability(
         tensor(0.9000, dtype=torch.float64)
     """
     q, accepted = _accepted(target_logits, draft_logits, temperature, lenience, argmax_lenience)
-    # Rounding may bring the sum above 1.
+    # Clamp, because rounding may make the sum larger than 1.
     return (q * accepted).sum(-1).clamp(max=1.0)
 
 
 def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, temperature: Number = 1.0) -> Tensor:
-    """sum_v 1 / sum_w max(p(w) / p(v), q(w) / q(v)), the probability that `sample_gumbel` draws the same token from
-    both rows with the same noise, so that `verify_gumbel` accepts it (Daliri et al. 2024, arXiv 2408.07978). [..]
-    float64 in [0, 1]; 0 if either row has no finite logit.
+    """The probability that `sample_gumbel` draws the same token from both rows with the same noise, so that
+    `verify_gumbel` accepts it: sum_v 1 / sum_w max(p(w) / p(v), q(w) / q(v)) (Daliri et al. 2024, arXiv 2408.07978).
+    The result is [..] float64 in [0, 1], and 0 if either row has no finite logit.
 
-    It lies between (1 - TV) / (1 + TV) and 1 - TV, where TV is the `divergence` of the rows and 1 - TV the
+    It lies between (1 - TV) / (1 + TV) and 1 - TV, where TV is the `divergence` of the rows, and 1 - TV is their
     `acceptance_probability`. Proofs are in docs/math.md, section 17.
 
     Args:
-        target_logits, draft_logits, temperature: as for `acceptance_probability`, also the errors.
+        target_logits, draft_logits, temperature: as in `acceptance_probability`, with the same errors.
 
     Examples:
         >>> import torch, torch_specops.analysis
@@ -189,7 +197,8 @@ def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, 
     p = _distribution("target_logits", target_logits, t, target_logits)
     q = _distribution("draft_logits", draft_logits, t, target_logits)
     p, q = torch.broadcast_tensors(p, q)
-    # p(w) / p(v) >= q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v), so sort by p / q.
+    # Sort by p / q, because p(w) / p(v) >= q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v). The maxima are then known for
+    # all w before and after v.
     order = (p / q).nan_to_num(nan=0.0, posinf=math.inf).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
     of_p, of_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
@@ -205,14 +214,15 @@ def token_acceptance_probability(
     lenience: float = 1.0,
     argmax_lenience: float = 1.0,
 ) -> Tensor:
-    """min(1, p(x) / (l q(x))), the probability that this draft token is accepted: [..] float64 in [0, 1], 1 or 0 at
-    temperature 0. Its mean over x drawn from q is `acceptance_probability` (the first line of theorem 3.5's proof).
+    """The probability that this draft token x is accepted, min(1, p(x) / (l q(x))). The result is [..] float64 in [0,
+    1]; at temperature 0 it is 1 or 0. Its mean over x drawn from q is `acceptance_probability` (first line of the proof
+    of theorem 3.5).
 
     Args:
-        target_logits, temperature, lenience, argmax_lenience: as for `acceptance_probability`, also the errors.
+        target_logits, temperature, lenience, argmax_lenience: as in `acceptance_probability`, with the same errors.
         draft_tokens: [..] int64 or int32; a token outside [0, V) is padding and is never accepted.
-        draft_logits: [.., V]; None = deterministic drafts: q is one-hot, and the result is min(1, p(x) / l). Where q(x)
-            is 0, the result is 0 at temperatures above 0, because such a draft is never drawn.
+        draft_logits: [.., V]. None = deterministic drafts: q is one-hot, and the result is min(1, p(x) / l). At
+            temperatures above 0 the result is 0 if q(x) is 0, because such a draft is never drawn.
 
     Examples:
         >>> import torch, torch_specops.analysis
@@ -229,14 +239,16 @@ def token_acceptance_probability(
 
 
 def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
-    """alpha estimated from a loop's steps, accepted / (accepted + rejections): a float64 scalar, NaN without drafts.
+    """An estimate of alpha from the steps of a loop: accepted drafts / (accepted drafts + rejections). The result is a
+    float64 scalar, and NaN if there were no drafts.
 
-    Drafts after the first rejection of a step are not tried and do not count, so this is the maximum-likelihood
-    estimate for the capped geometric variable of equation 1. `GenerationStats.acceptance_rate` divides by all drafts,
-    tried or not, so it falls as K grows.
+    Drafts after the first rejection of a step are not tested and do not count. This is the maximum-likelihood estimate
+    for the capped geometric variable of equation 1. In contrast, `GenerationStats.acceptance_rate` divides by all
+    drafts, tested or not, and therefore decreases as K increases.
 
     Args:
-        num_accepted, num_proposed: int64 or int32, one shape, 0 <= num_accepted <= num_proposed; else an error.
+        num_accepted, num_proposed: int64 or int32 of the same shape, with 0 <= num_accepted <= num_proposed. Other
+            dtypes raise TypeError, and other shapes or values raise ValueError.
 
     Examples:
         >>> import torch, torch_specops.analysis
@@ -253,11 +265,12 @@ def alpha_from_counts(num_accepted: Tensor, num_proposed: Tensor) -> Tensor:
 
 
 def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number = 1.0) -> Tensor:
-    """D_LK(p, q) = sum_x |p(x) - M(x)|, M = (p + q) / 2 (definition 3.2). [..] float64 in [0, 1]; 1 where either row
-    has no finite logit.
+    """The divergence D_LK(p, q) = sum_x |p(x) - M(x)| with M = (p + q) / 2 (definition 3.2). The result is [..] float64
+    in [0, 1], and 1 if either row has no finite logit.
 
-    It is the total variation distance: symmetric, and equal to 1 - `acceptance_probability` (lemma 3.3, theorem 3.5),
-    but without cancellation if p and q are close. Arguments and errors are as for `acceptance_probability`.
+    This is the total variation distance. It is symmetric and equal to 1 - `acceptance_probability` (lemma 3.3, theorem
+    3.5), but it is computed without cancellation if p and q are close. Arguments and errors are as in
+    `acceptance_probability`.
 
     Examples:
         >>> import torch, torch_specops.analysis
@@ -272,9 +285,9 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number 
 
 
 def _arguments(**given: Number) -> tuple[Tensor, ...]:
-    """Check that numbers are finite and >= 0, alpha <= 1 and K whole. Returns them as float64, broadcast, on one
-    device."""
-    values: list[Tensor] = []
+    """Check that numbers are finite and >= 0, that alpha is at most 1, and that K is an integer. Returns them as
+    float64 tensors, broadcast to one shape and on one device."""
+    tensors: list[Tensor] = []
     shape = torch.Size()
     for name, value in given.items():
         x = torch.as_tensor(value, dtype=torch.float64, device="cpu") if is_number(value) else value
@@ -282,13 +295,13 @@ def _arguments(**given: Number) -> tuple[Tensor, ...]:
             raise TypeError(f"{name}: expected a number or a tensor of numbers, got {value!r}")
         if name == "num_draft_tokens" and torch.as_tensor(value).is_floating_point():
             raise TypeError(f"{name}: expected integers, got {value!r}")
-        values.append(x.double())
+        tensors.append(x.double())
         limit, expected = (1.0, "numbers in [0, 1]") if name == "alpha" else (FLOAT64_MAX, "finite numbers >= 0")
-        if not bool(((values[-1] >= 0) & (values[-1] <= limit)).all()):
+        if not bool(((tensors[-1] >= 0) & (tensors[-1] <= limit)).all()):
             raise ValueError(f"{name}: expected {expected}, got {value}")
         shape = _broadcast_shape(name, x.shape, shape)
-    device = next((x.device for x in values if x.dim() > 0), values[0].device)
-    return torch.broadcast_tensors(*(x.to(device) if x.dim() == 0 else x for x in values))
+    device = next((x.device for x in tensors if x.dim() > 0), tensors[0].device)
+    return torch.broadcast_tensors(*(x.to(device) if x.dim() == 0 else x for x in tensors))
 
 
 def _broadcast_shape(name: str, shape: torch.Size, other: torch.Size) -> torch.Size:
@@ -299,7 +312,8 @@ def _broadcast_shape(name: str, shape: torch.Size, other: torch.Size) -> torch.S
 
 
 def _tokens(alpha: Tensor, count: Tensor) -> Tensor:
-    # 1 - alpha ** (K + 1) would cancel near alpha = 1; expm1 does not. At alpha = 0 the log is -inf.
+    # Use expm1, because 1 - alpha ** (K + 1) has cancellation near alpha = 1. At alpha = 0 the log is -inf, which gives
+    # the correct 1.
     tokens = -torch.expm1((count + 1) * alpha.log()) / (1 - alpha)
     return torch.where(alpha == 1, count + 1, tokens)
 
@@ -307,7 +321,8 @@ def _tokens(alpha: Tensor, count: Tensor) -> Tensor:
 def _accepted(
     target_logits: Tensor, draft_logits: Tensor | None, temperature: Number, lenience: float, argmax_lenience: float
 ) -> tuple[Tensor, Tensor]:
-    """[.., V] q (1 for one-hot drafts), and the probability that each token is accepted if it is the draft."""
+    """q [.., V] (1 everywhere for one-hot drafts), and the probability [.., V] that each token is accepted if it is the
+    draft."""
     lenience = check_number("lenience", lenience)
     argmax_lenience = check_number("argmax_lenience", argmax_lenience)
     check_fraction("lenience", lenience)
@@ -323,7 +338,7 @@ def _accepted(
 
 
 def _distribution(name: str, logits: Tensor, temperature: Tensor, target_logits: Tensor) -> Tensor:
-    """softmax(logits / T), one-hot at T = 0; zero where no entry is finite (docs/math.md, section 3)."""
+    """softmax(logits / T), or one-hot at T = 0; all zero for a row without a finite entry (docs/math.md, section 3)."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor, got {getattr(logits, 'dtype', type(logits))}")
     if logits.dim() < 1 or logits.shape[-1] < 1:
@@ -335,12 +350,12 @@ def _distribution(name: str, logits: Tensor, temperature: Tensor, target_logits:
     t, x = temperature.to(logits.device).unsqueeze(-1), _clean(logits)
     z = (x / t.clamp(min=1 / FLOAT32_MAX)).clamp(-FLOAT32_MAX, FLOAT32_MAX).masked_fill(x == -math.inf, -math.inf)
     one_hot = torch.zeros_like(x).scatter(-1, x.argmax(-1, keepdim=True), 1.0).masked_fill(x == -math.inf, 0.0)
-    # A row without a finite entry is all -inf, and its softmax is NaN.
+    # The softmax of a row without a finite entry is NaN; replace it by 0.
     return torch.where(t == 0, one_hot, z.softmax(-1).nan_to_num(0.0))
 
 
 def _clean(logits: Tensor) -> Tensor:
-    """[.., V] float64: NaN becomes -inf, and +inf the largest float32."""
+    """[.., V] float64, where NaN becomes -inf, and +inf becomes the largest float32."""
     return logits.double().nan_to_num(nan=-math.inf, posinf=FLOAT32_MAX, neginf=-math.inf).clamp(max=FLOAT32_MAX)
 
 

@@ -1,5 +1,5 @@
-"""Argument checks that the whole package shares. They read metadata only, so a check needs no synchronisation and works
-on fake tensors too."""
+"""Argument checks that the whole package shares. The checks read only the metadata of tensors, so they do not
+synchronise with a device, and work on fake tensors too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-# The dispatch of these subclasses would refuse the op with an error that does not name the argument.
+# Tensor subclasses that are refused here, because their dispatch would raise an error that does not name the argument.
 REFUSED_KINDS = {
     "DTensor": "; torch_specops.vocab_parallel takes sharded logits",
     "NestedTensor": "",
@@ -18,7 +18,8 @@ REFUSED_KINDS = {
 
 
 def check_tensor(name: str, value: object, plain: bool = True, expected: str = "a tensor") -> None:
-    """Raise unless the value is a tensor, and if `plain`, none of the kinds above. Other subclasses pass."""
+    """Raise TypeError unless the value is a tensor. If `plain`, also raise for the subclasses in `REFUSED_KINDS`;
+    others pass."""
     if type(value) is Tensor and not value.is_nested:
         return
     if not isinstance(value, Tensor):
@@ -41,7 +42,8 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def check_number(name: str, value: Any) -> float:
-    """The number as a Python number. A NumPy number would round sums with it, and overflow in comparisons."""
+    """Return the number as a Python number, because sums with a NumPy number may be rounded, and comparisons may
+    overflow."""
     if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {type(value)}")
     if type(value) in (int, float):
@@ -67,8 +69,8 @@ def check_int(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def check_bounds(alpha: float, beta: float) -> None:
-    """Check the bounds of the scores of `verify_sigmoid`."""
-    # With these, 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), fit float32.
+    """Check alpha and beta, the bounds of the scores of `verify_sigmoid`."""
+    # Within these bounds, 1 / (beta - alpha) and the lowest scaled logit, alpha - 80 (beta - alpha), fit float32.
     if not (-1e36 < alpha < -1e-36):
         raise ValueError(f"alpha: expected a number in (-1e36, -1e-36), got {alpha}")
     if not (1e-36 < beta < 1e36):

@@ -1,4 +1,4 @@
-"""Compiles the pieces of the loop, and decides whether that pays."""
+"""Compiles the functions of the decoding loop, and decides whether compiling pays."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from .ops import private
 
-# Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps: benchmarks/results, cpu-compile and
-# cpu-loop-austen-bytes.
+# Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps, as measured in benchmarks/results (cpu-compile
+# and cpu-loop-austen-bytes).
 STEPS_THAT_PAY = 8000
 
 
 def choice(
     wanted: bool | str, device: torch.device, *, num_steps: float, obstacle: str | None, drafts_vary: bool
 ) -> tuple[bool, str]:
-    """Whether to compile, and why.
+    """Decide whether to compile. Returns the decision and its reason.
 
     Args:
         wanted: True, False or "auto".
-        num_steps: eager steps, those done plus those that are certain to follow.
-        obstacle: the reason why a model cannot be compiled; None if all can.
-        drafts_vary: True = the number of drafts depends on the tokens so far.
+        num_steps: the number of eager steps that are done or certain to follow.
+        obstacle: the reason why a model cannot be compiled; None = all models can be compiled.
+        drafts_vary: whether the number of drafts depends on the tokens so far.
 
     Raises:
         ValueError: another value of `wanted`; or True for a model that cannot be compiled.
@@ -41,7 +41,8 @@ def choice(
     if device.type == "cuda":
         return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
-        # A sequence without a match has no drafts, and an eager forward then costs only the tokens it reads.
+        # If a lookup finds no match, an eager step reads one token per row, whereas a compiled step always reads K
+        # drafts too.
         return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled step always K"
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
@@ -50,11 +51,12 @@ def choice(
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True)` with a separate limit of graphs.
+    """`torch.compile(function, fullgraph=True)`, but each call has a separate limit on the number of graphs.
 
-    torch counts graphs per code object, over all callers, and refuses the ninth. Many models, batch sizes and values of
-    K would reach that limit, so each call compiles a copy of the code. Inductor's size asserts on weights and caches
-    are off: guards already check them, and they take a tenth of a small model's forward.
+    torch counts the graphs of each code object, over all callers, and refuses the ninth graph. Many models, batch sizes
+    and values of K would reach that limit, so each call compiles a copy of the code. Inductor's size asserts on weights
+    and caches are turned off: guards already check these sizes, and the asserts take a tenth of a small model's
+    forward.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     copied = types.FunctionType(
@@ -69,10 +71,10 @@ def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options
 
 @contextmanager
 def compile_errors_named() -> Iterator[None]:
-    """Shorten torch compiler errors, which fill pages, to one line that says where and why.
+    """Shorten errors of torch's compiler, which fill pages, to one line with the place and the reason.
 
     Raises:
-        RuntimeError: instead of the compiler's error, which is its cause.
+        RuntimeError: replaces the compiler's error, which is its `__cause__`.
     """
     try:
         yield
@@ -80,7 +82,7 @@ def compile_errors_named() -> Iterator[None]:
         if not private.is_compiler_error(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # A first line such as "backend='inductor' raised:" needs the next line.
+        # A first line such as "backend='inductor' raised:" says nothing without the next line.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         frames = list(getattr(error, "real_stack", None) or ())
         place = f", in {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
@@ -90,8 +92,8 @@ def compile_errors_named() -> Iterator[None]:
 
 
 def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`compile_piece`, repeated when torch refuses a further graph: each value of an attribute, such as the scale of an
-    adapter, takes its own graph."""
+    """Like `compile_piece`, but when torch refuses another graph, the function is compiled again with a new limit. Each
+    value of an attribute, such as the scale of an adapter, needs a separate graph and may reach the limit."""
     piece = compile_piece(function)
 
     def call(*args: Any) -> Any:
@@ -108,9 +110,9 @@ def _without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CompiledPieces:
-    """Functions compiled once per key, with one graph each.
+    """Functions that are compiled once per key, each with one graph.
 
-    A copy or a pickle is empty, because compiled code belongs to its process.
+    A copy or an unpickled object is empty, because compiled code belongs to one process.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Grammars: which tokens may come next in a sequence, for structured output.
+"""Grammars say which tokens may come next in a sequence, for structured output.
 
-The loop uses a `Grammar`. `xgrammar` and `llguidance` make one with the library of that name, which they import when
-they are called.
+The decoding loop uses objects with the interface `Grammar`. The functions `xgrammar` and `llguidance` make such an
+object with the library of the same name, which is imported when they are called.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["Grammar", "allowed_logits", "llguidance", "num_words", "xgrammar"]
 class Grammar(Protocol):
     """The state of one sequence, which says which tokens may come next. Any class with these methods works.
 
-    It is fed only the new tokens, not the prompt. Every row and every call needs a new object. One that has already
-    accepted a token is refused, and so is one with an attribute `num_accepted` other than 0. A class with `__slots__`
-    needs "__weakref__" among them.
+    The loop passes only the new tokens to a grammar, not the prompt. Every row and every call needs a new object. The
+    loop refuses a grammar that has already accepted a token, and a grammar whose attribute `num_accepted` is above 0. A
+    class with `__slots__` needs "__weakref__" among them.
 
     Examples:
         >>> import torch, torch_specops
@@ -50,23 +50,23 @@ class Grammar(Protocol):
         Args:
             bitmask: [rows, ceil(V / 32)] int32 on the CPU; bit v % 32 of word v // 32 = token v may come next. Bits at
                 or above V are ignored.
-            row: the row to write, as a whole.
+            row: the row to write; all of its words are written.
         """
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; False = it may not come next, and the state is unchanged. The token may be an eos token,
-        after which the loop asks nothing more."""
+        """Advance by a token. Returns False, and leaves the state unchanged, if the token may not come next. The token
+        may be an eos token; then the sequence ends."""
 
     def rollback(self, count: int) -> None:
-        """Undo the newest `count` accepted tokens, >= 0."""
+        """Undo the newest accepted tokens; `count` >= 0 is their number."""
 
 
 def xgrammar(compiled_grammar: Any) -> Grammar:
     """A `Grammar` for one sequence, from a compiled grammar of the library xgrammar.
 
     Args:
-        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of sequences may share. Its stop tokens are
-            the eos tokens of its `TokenizerInfo`, which should match the row's.
+        compiled_grammar: an `xgrammar.CompiledGrammar`, which any number of sequences may share. The stop tokens of the
+            grammar are the eos tokens of its `TokenizerInfo`, which should match the row's eos tokens.
 
     Raises:
         ModuleNotFoundError: xgrammar is not installed.
@@ -95,7 +95,7 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
 
     Args:
         tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, which is converted in about half a
-            second: for several sequences, convert it once with `llguidance.hf.from_tokenizer`.
+            second. For several sequences, convert it once with `llguidance.hf.from_tokenizer`.
         grammar: as `llguidance.LLMatcher` takes it, for example from `LLMatcher.grammar_from_json_schema`.
 
     Raises:
@@ -133,10 +133,11 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
 
 
 class _Matcher:
-    """A `Grammar` from a matcher with xgrammar's methods, whose vocabulary size may differ from that of the logits.
+    """A `Grammar` that wraps a matcher with xgrammar's methods. The matcher's vocabulary may be larger or smaller than
+    the logits.
 
     Attributes:
-        num_accepted: the tokens accepted and not rolled back, by any caller.
+        num_accepted: the number of tokens that were accepted and not rolled back, by any caller.
     """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
@@ -158,25 +159,26 @@ class _Matcher:
     def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
         words = num_words(self._vocab_size)
         if bitmask.shape[1] != words:
-            # The libraries accept no other number of words.
-            own = torch.zeros(1, words, dtype=torch.int32, device="cpu")
-            self.fill_bitmask(own, 0)
-            bitmask[row, :words] = own[0, : bitmask.shape[1]]
+            # Use a temporary mask, because the libraries accept no other number of words.
+            temporary = torch.zeros(1, words, dtype=torch.int32, device="cpu")
+            self.fill_bitmask(temporary, 0)
+            bitmask[row, :words] = temporary[0, : bitmask.shape[1]]
             bitmask[row, words:] = 0
             return
         self._matcher.fill_next_token_bitmask(bitmask, row)
         if self._vocab_size % 32:
-            # xgrammar sets bits beyond its vocabulary if all tokens are allowed.
+            # Clear the bits beyond the vocabulary, because xgrammar sets them if all tokens are allowed.
             bitmask[row, -1] &= (1 << self._vocab_size % 32) - 1
 
 
 class _LLGuidance:
-    """A matcher of llguidance with xgrammar's methods."""
+    """Wraps a matcher of llguidance so that it has xgrammar's methods."""
 
     def __init__(self, matcher: Any, eos_tokens: list[int]) -> None:
         self._matcher = matcher
         self._eos_tokens = eos_tokens
-        # Once only eos tokens are possible, the library allows them without counting them.
+        # True = the newest accepted token is an eos token that llguidance has not counted, so `rollback` must not count
+        # it either.
         self._has_ended = False
 
     def fill_next_token_bitmask(self, bitmask: Tensor, row: int) -> None:
@@ -207,21 +209,21 @@ class _LLGuidance:
 
 
 def num_words(vocab_size: int) -> int:
-    """The int32 words of a bitmask."""
+    """The number of int32 words per row of a bitmask."""
     return -(-vocab_size // 32)
 
 
-# The numbers to add to the logits of eight tokens, for each value of their byte in a bitmask.
+# [256, 8]: for each byte of a bitmask, the numbers (0 or -inf) to add to the logits of its eight tokens.
 _OF_BYTES = torch.where(
     torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu") & 1 == 1, 0.0, -math.inf
 )
 
 
 def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """The logits [B, n, V], with -inf (or NaN, where a logit is infinite) for tokens that the bitmask
-    [B, n, ceil(V / 32)] does not allow."""
+    """Set the logits [B, n, V] of tokens that the bitmask [B, n, ceil(V / 32)] does not allow to -inf, or to NaN where
+    a logit is infinite."""
     if is_eager_cpu(logits, bitmask):
-        # On a CPU this is by far the fastest eager form.
+        # On a CPU, this lookup of bytes is by far the fastest eager form.
         added = torch.nn.functional.embedding(bitmask.view(torch.uint8).int(), _OF_BYTES.to(logits.dtype))
         return logits + added.flatten(2)[..., : logits.shape[2]]
     bits = bitmask.unsqueeze(3) >> torch.arange(32, dtype=torch.int32, device=bitmask.device) & 1

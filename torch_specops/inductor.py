@@ -1,26 +1,27 @@
-"""An opt-in pass for `torch.compile` that removes steps on logits just before one of our ops, because the op itself
-reads any dtype and strides and takes a temperature. For
+"""An opt-in graph pass for `torch.compile` that removes operations on logits directly before one of our ops. The op
+does not need them, because it reads any dtype and any strides, and takes a temperature. In
 
     verify_exact(target_logits.float() / 2, draft_tokens, draft_logits.float() / 2, u, s)
 
-compiled inside `with absorb():`, or after `install()`, the op gets the original logits and a temperature of 2. The pass
-absorbs
+the op gets the original logits and a temperature of 2, if the code is compiled inside `with absorb():` or after
+`install()`. The pass absorbs
 
 - a cast of bfloat16 or float16 to float32, and a copy (`.clone()`, `.contiguous()`) of contiguous rows,
 - a division in float32 by a constant power of two, if target and draft are divided alike and the op has no temperature.
 
-The op then computes with bitwise the same scaled logits, unless the division overflows a finite logit in float32. On a
-CPU it returns the same tokens. On CUDA the order in which a kernel adds up a row depends on dtype and alignment, so a
-token can differ if the rounding of a sum decides.
+The scaled logits inside the op are then bitwise the same, unless the division overflows a finite logit in float32. On a
+CPU the op returns the same tokens. On CUDA, the order in which a kernel sums a row depends on dtype and alignment, so a
+token may differ if the rounding of a sum decides it.
 
-For other temperatures the op's product with 1 / T differs from the quotient in its last bits. They are absorbed only on
-request: `any_temperature=True` also absorbs other positive constants, and float32 tensors with a positive temperature
-for all rows or per sequence. Such a division stays if the op has a `draft_lse`, which was computed from the quotient.
+For other temperatures, the op's product with 1 / T differs from the quotient in the last bits, so these divisions are
+absorbed only with `any_temperature=True`. It also absorbs divisions by other positive constants, and by float32 tensors
+with one positive temperature for all rows or for each sequence. If the op has a `draft_lse`, such a division is not
+absorbed, because the lse was computed from the quotient.
 
-The pass does not absorb steps whose result is also used elsewhere, divisors per token, casts to a narrower dtype,
-logits or temperatures that are written to before the op reads them, and anything before `filter_logits`, which returns
-logits in the dtype and scale of its input. On a CPU, Inductor fuses most of these steps into the op's own code, so
-there is little to gain except before an op with filters.
+The pass does not absorb operations whose result has other users, divisors per token, and casts to a narrower dtype. It
+also does not absorb an operation if its input or its divisor is written to before the op reads it. It absorbs nothing
+before `filter_logits`, which returns logits in the dtype and scale of its input. On a CPU, Inductor fuses most of these
+operations into the op's code, so the pass saves little except before an op with filters.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ config: Any
 CustomGraphPass: Any
 config, CustomGraphPass = private.inductor_hook()
 _aten, _specops = torch.ops.aten, torch.ops.specops
-# A graph node's target is an op or its only overload.
+# A graph may contain an op or its default overload, so list both.
 _OPS: set[Any] = {getattr(_specops, name) for name in ops.__all__ if name != "filter_logits"}
 _OPS |= {op.default for op in _OPS}
-# Methods are identified by name. The dtypes and shapes of a call's input and result show whether it copies or casts.
+# Targets that may copy or cast. Methods are identified by name. `_kind` compares the dtypes and shapes of input and
+# result to tell what a call does.
 _COPIES = {"float", "to", "type", "type_as", "clone", "contiguous", torch.clone}
 _COPIES |= {_aten.to.dtype, _aten._to_copy.default, _aten.clone.default, _aten.contiguous.default}
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -61,7 +63,8 @@ _DIVISIONS = {"div", "true_divide", operator.truediv, torch.div, torch.true_divi
 
 
 def install(*, any_temperature: bool = False) -> None:
-    """Run the pass, after other passes at its hook, on all later compilations of this thread; arguments as in `absorb`.
+    """Run the pass on all later compilations of this thread, after other passes at the same hook. Arguments are as in
+    `absorb`.
 
     Examples:
         >>> import torch_specops.inductor
@@ -72,21 +75,23 @@ def install(*, any_temperature: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Remove our pass; other passes at its hook stay."""
+    """Remove the pass. Other passes at the same hook stay."""
     others = _other_passes()
     config.pre_grad_custom_pass = list(others) if len(others) > 1 else next(iter(others), None)
 
 
 @contextlib.contextmanager
 def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
-    """Run the pass on everything that is compiled inside. A function is compiled when it is first called.
+    """Run the pass on everything that is compiled inside the `with` block. A function is compiled when it is first
+    called.
 
     Args:
-        any_temperature: also absorb divisions by temperatures that are not powers of two; rounding may change a token.
+        any_temperature: True = also absorb divisions by temperatures that are not powers of two. Rounding may then
+            change a token.
 
     Yields:
-        The number of steps absorbed, by kind: "cast", "copy", "division". Graphs from Inductor's cache are not counted
-            (with torch 2.13 and later).
+        The number of absorbed operations of each kind: "cast", "copy", "division". Graphs that come from Inductor's
+            cache are not counted (torch 2.13 and later).
 
     Examples:
         >>> import torch, torch_specops.inductor
@@ -102,14 +107,15 @@ def absorb(*, any_temperature: bool = False) -> Iterator[Counter[str]]:
 
 
 def _other_passes() -> tuple[Any, ...]:
-    """The passes at the hook that are not ours."""
+    """The passes at the hook, without this pass."""
     current = config.pre_grad_custom_pass
     passes = current if isinstance(current, (list, tuple)) else () if current is None else (current,)
     return tuple(other for each in passes for other in (each.others if isinstance(each, AbsorbPass) else (each,)))
 
 
 class AbsorbPass(CustomGraphPass):  # type: ignore[misc]
-    """The other passes at the hook, then ours. It runs before tracing, which decomposes the ops."""
+    """Runs the other passes at the hook, and then absorbs operations. The hook runs before AOTAutograd's tracing, in
+    which the ops are decomposed."""
 
     def __init__(self, others: tuple[Any, ...], any_temperature: bool, absorbed: Counter[str]) -> None:
         self.others = others
@@ -124,29 +130,30 @@ class AbsorbPass(CustomGraphPass):  # type: ignore[misc]
                 self.absorbed.update(_absorb_before(node, self.any_temperature))
 
     def uuid(self) -> Any:
-        """None, which disables Inductor's cache, if another pass has no uuid."""
+        """The cache key of the pass. It is None, which disables Inductor's cache, if another pass has no key."""
         uuids = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         return (_DIGEST, self.any_temperature, *uuids) if all(uuids) else None
 
 
 def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
-    """Give the op the logits before the steps that it can do itself. Returns the kinds of these steps."""
+    """Replace the logits of the op by their values before the operations that it can do itself. Returns the kinds of
+    these operations."""
     target: Any = op.target
     parameters = private.schema(getattr(target, "default", target)).arguments
-    given = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
-    logits = [name for name in given if name.endswith("logits") and given[name] is not None]
-    steps = {name: _steps_before(op, given[name]) for name in logits}
+    arguments = dict(zip((each.name for each in parameters), op.args, strict=False)) | op.kwargs
+    logits = [name for name in arguments if name.endswith("logits") and arguments[name] is not None]
+    steps = {name: _steps_before(op, arguments[name]) for name in logits}
     divisors = [next((node.args[1] for kind, node in each if kind == "division"), None) for each in steps.values()]
     divisor = divisors[0]
     is_exact = isinstance(divisor, (int, float)) and math.frexp(divisor)[0] == 0.5
-    is_wanted = is_exact or (any_temperature and given.get("draft_lse") is None)
-    if is_wanted and given.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
+    is_wanted = is_exact or (any_temperature and arguments.get("draft_lse") is None)
+    if is_wanted and arguments.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
         if divisor != 1:
-            like = next(given[name] for name in ("uniforms", "sample_uniforms", "positions") if name in given)
-            given["temperature"] = _temperature(op, divisor, like)
+            like = next(arguments[name] for name in ("uniforms", "sample_uniforms", "positions") if name in arguments)
+            arguments["temperature"] = _temperature(op, divisor, like)
     else:
         steps = {name: list(takewhile(lambda step: step[0] != "division", each)) for name, each in steps.items()}
-    op.args, op.kwargs = (), given | {name: each[-1][1].args[0] for name, each in steps.items() if each}
+    op.args, op.kwargs = (), arguments | {name: each[-1][1].args[0] for name, each in steps.items() if each}
     absorbed = [step for each in steps.values() for step in each]
     for _, node in dict.fromkeys(absorbed):
         if not node.users:
@@ -155,12 +162,13 @@ def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
 
 
 def _steps_before(op: Node, node: Node) -> list[tuple[str, Node]]:
-    """The steps before the op whose results only our ops read, last first, as (kind, node); at most one division."""
+    """The operations before the op that can be absorbed, as (kind, node), starting with the one next to the op. Only
+    our ops read their results, and at most one is a division."""
     steps: list[tuple[str, Node]] = []
     while all(user.target in _OPS or (steps and user is steps[-1][1]) for user in node.users):
         kind = _kind(node)
         is_second_division = kind == "division" and kind in dict(steps)
-        # The op will read the step's input later than the step did, so nothing may write to it in between.
+        # The op will read the input later than the operation did, so nothing may write to the input in between.
         if kind is None or is_second_division or not all(_unchanged(each, node, op) for each in node.all_input_nodes):
             break
         steps.append((kind, node))
@@ -178,13 +186,14 @@ def _kind(node: Node) -> str | None:
     is_float32 = before.dtype == after.dtype == torch.float32
     if node.target in _DIVISIONS and (is_wider or is_float32) and len(node.args) == 2 and not node.kwargs:
         return "division" if _is_shared(node.args[1], before) else None
-    # The ops read some rows twice, so rows that are not contiguous keep their copy.
+    # Keep a copy of rows that are not contiguous, because the ops read some rows twice, and strided reads are slow.
     is_copy = before.dtype == after.dtype and statically_known_true(before.stride(-1) == 1)
     return None if node.target not in _COPIES else "cast" if is_wider else "copy" if is_copy else None
 
 
 def _is_shared(divisor: Any, logits: Tensor) -> bool:
-    """True if all rows of a sequence are divided by one number. A constant must have a normal inverse."""
+    """True if all rows of a sequence are divided by the same number. The inverse of a constant must not be
+    subnormal."""
     if not isinstance(divisor, Node):
         return isinstance(divisor, (int, float)) and not isinstance(divisor, bool) and 2**-126 <= divisor <= 2**126
     value = _value(divisor)
@@ -194,7 +203,7 @@ def _is_shared(divisor: Any, logits: Tensor) -> bool:
 
 
 def _same_divisor(one: Any, other: Any) -> bool:
-    """The same number, or the same view of the same memory."""
+    """True if both are the same number, or the same view of the same memory."""
     a, b = _value(one), _value(other)
     if a is None or b is None:
         return one is not None and one == other
@@ -203,7 +212,7 @@ def _same_divisor(one: Any, other: Any) -> bool:
 
 
 def _temperature(op: Node, divisor: Any, like: Any) -> Node:
-    """[B] or [N] float32, of the shape of `like`; computed just before the op."""
+    """Insert nodes before the op that compute a temperature tensor [B] or [N] float32 with the shape of `like`."""
     with op.graph.inserting_before(op):
         if isinstance(divisor, Node):
             return op.graph.call_method("expand_as", (op.graph.call_method("reshape", (divisor, -1)), like))
@@ -211,7 +220,7 @@ def _temperature(op: Node, divisor: Any, like: Any) -> Node:
 
 
 def _unchanged(source: Node, start: Node, end: Node) -> bool:
-    """True if no node between the two can write to the memory of `source`."""
+    """True if no node between `start` and `end` can write to the memory of `source`."""
     node, memory = start.next, _memory(source)
     while node is not end:
         if _may_write(node) and any(_memory(each) is None or _memory(each) & memory for each in node.all_input_nodes):
@@ -221,7 +230,8 @@ def _unchanged(source: Node, start: Node, end: Node) -> bool:
 
 
 def _may_write(node: Node) -> bool:
-    """True if a call may write to its arguments, as its form tells; True for unknown forms."""
+    """True if a call may write to its arguments, judged by its name, schema and arguments. True if this cannot be
+    told."""
     target: Any = node.target
     if isinstance(target, type(_aten.clone.default)):
         return private.schema(target).is_mutable
@@ -230,7 +240,7 @@ def _may_write(node: Node) -> bool:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name.endswith("_") or name == "setitem" or (name[:1] == "i" and hasattr(operator, name)):
         return True
-    # An argument True may be `inplace`.
+    # An argument with the value True may be `inplace`.
     if "out" in node.kwargs or any(each is True for each in (*node.args, *node.kwargs.values())):
         return True
     is_torch = isinstance(target, types.FunctionType) and target.__module__.startswith("torch.")
@@ -243,7 +253,7 @@ def _value(node: Any) -> Tensor | None:
 
 
 def _memory(node: Node) -> Any:
-    """The storages of a node's tensors; None if they are not known."""
+    """Ids of the storages of a node's tensors; None if they are not known."""
     fake = node.meta.get("example_value", node.meta.get("val"))
     tensors = [each for each in private.tree_leaves(fake) if isinstance(each, Tensor)]
     if fake is None or any(each.layout != torch.strided for each in tensors):

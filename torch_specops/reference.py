@@ -1,10 +1,12 @@
-"""The specification of the ops: float64, one loop per sequence and per draft, and no imports from this package.
+"""The specification of the ops, in float64 and with plain loops over sequences and drafts. It imports nothing from this
+package.
 
-Symbols (docs/math.md): p is the target's distribution, q the draft's, x a draft token, u and s the uniforms of
-the acceptance test and of the next token, l the lenience, n the number of accepted drafts.
-Paper: Leviathan et al. 2023 (arXiv 2211.17192) Algorithm 1 and appendix A.5; Chen et al. 2023 (arXiv 2302.01318)
-Algorithm 2; Wagner et al. 2024 (arXiv 2406.11016) equation 5 for the sigmoid law; Sun et al. 2024 (arXiv 2403.10444)
-Algorithm 2 for blocks; Daliri et al. 2024 (arXiv 2408.07978) for shared Gumbel noise.
+Symbols (docs/math.md): p is the target's distribution, q is the draft's, x is a draft token, u and s are the uniforms
+for the acceptance test and the next token, l is the lenience, and n is the number of accepted drafts.
+
+Papers: Leviathan et al. 2023 (arXiv 2211.17192) Algorithm 1 and appendix A.5; Chen et al. 2023 (arXiv 2302.01318)
+Algorithm 2; Wagner et al. 2024 (arXiv 2406.11016) equation 5 for sigmoid scores; Sun et al. 2024 (arXiv 2403.10444)
+Algorithm 2 for block verification; Daliri et al. 2024 (arXiv 2408.07978) for shared Gumbel noise.
 """
 
 from __future__ import annotations
@@ -16,31 +18,32 @@ from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
-# A residual with a mass up to this counts as empty.
+# A residual with at most this mass counts as empty.
 LEAST_RESIDUAL = 2.0**-100
-# q(x) is at most exp of this, so that float64 holds it for any `draft_lse`.
+# q(x) is clamped to exp of this number, so that it is finite in float64 for any `draft_lse`.
 LARGEST_EXPONENT = 700.0
-# A mass has reached top_p at this share of it. float32(0.8), for example, is above 0.8, so eight of ten equal tokens
-# would not reach it.
+# A mass counts as top_p if it reaches this share of it. float32(0.8), for example, is above 0.8: without the factor,
+# eight of ten equal tokens would not reach it, and a ninth would be kept.
 TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
-    """[V] logits / T in float64: NaN counts as -inf (excluded); a finite value stays within float32's finite range,
-    and so does +inf. 1 / T stays within float32's normal range. T = 0 leaves the values as they are, because a greedy
-    row only compares them."""
+    """[V] logits / T in float64. NaN becomes -inf, which masks the token. Other values are clamped to the finite range
+    of float32, and 1 / T is clamped to its normal range. T = 0 does not divide, because a greedy row only compares the
+    logits."""
     x = logits.double()
     z = x / min(max(temperature, 1.0 / FLOAT32_MAX), 1.0 / FLOAT32_TINY) if temperature > 0 else x
     return z.clamp(-FLOAT32_MAX, FLOAT32_MAX).masked_fill(~(x > -math.inf), -math.inf)
 
 
 def comparable_logits(logits: Tensor) -> Tensor:
-    """[V] the values by which filters order tokens, in float64: NaN counts as -inf, +inf stays above finite values."""
+    """[V] the values by which filters sort tokens, in float64. NaN becomes -inf, and +inf remains above all finite
+    values."""
     return logits.double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """[V] softmax(logits / T); all zero when no entry is finite."""
+    """[V] softmax(logits / T); all zero if no entry is finite."""
     z = scaled_logits(logits, temperature)
     if not (z > -math.inf).any():
         return torch.zeros_like(z)
@@ -49,16 +52,16 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
 
 
 def sigmoid_scores(logits: Tensor, temperature: float, alpha: float, beta: float) -> Tensor:
-    """[V] sigmoid((z - alpha) / (beta - alpha)): Wagner et al. equation 5; 0 where excluded, else at least
-    sigmoid(-80), which float32 still holds."""
+    """[V] sigmoid((z - alpha) / (beta - alpha)) (Wagner et al. equation 5). It is 0 for masked tokens, else at least
+    sigmoid(-80), which float32 can represent."""
     z = scaled_logits(logits, temperature)
     scores = torch.sigmoid(((z - alpha) / (beta - alpha)).clamp(min=-80.0))
     return torch.where(z > -math.inf, scores, 0.0)
 
 
 def inverse_cdf(weights: Tensor, s: float) -> int:
-    """The smallest v with sum(weights[: v + 1]) > s * sum(weights), else the largest v of positive weight; -1 when
-    the weights are all zero."""
+    """The smallest v with sum(weights[: v + 1]) > s * sum(weights), else the largest v of positive weight; -1 if all
+    weights are zero."""
     positive = (weights > 0).nonzero()
     if len(positive) == 0:
         return -1
@@ -67,7 +70,7 @@ def inverse_cdf(weights: Tensor, s: float) -> int:
 
 
 def argmax(logits: Tensor) -> int:
-    """The lowest index of the maximum; -1 when no entry is finite."""
+    """The lowest index of the maximum; -1 if no entry is finite."""
     z = scaled_logits(logits, 0.0)
     return -1 if z.max() == -math.inf else int((z == z.max()).nonzero()[0])
 
@@ -75,10 +78,11 @@ def argmax(logits: Tensor) -> int:
 def filter_bounds(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[float, int]:
-    """(cut, first) of a [V] row, which keeps each v with x_v > cut, or with x_v = cut and v >= first.
+    """The bounds (cut, first) of a row [V]. The filters keep each v with x_v > cut, and each v >= first with x_v = cut,
+    where x are the `comparable_logits`.
 
-    x are the `comparable_logits`: (-inf, 0) keeps every entry that is not excluded, (inf, V) none. A greedy row keeps
-    all; a row with a negative temperature, or with a NaN temperature, top_p or min_p, keeps none.
+    (-inf, 0) keeps every token that is not masked, and (inf, V) keeps none. A greedy row keeps all tokens. A row with a
+    negative temperature, or with NaN as temperature, top_p or min_p, keeps none.
     """
     if temperature == 0:
         return -math.inf, 0
@@ -87,7 +91,7 @@ def filter_bounds(
     if top_k <= 0 and top_p >= 1 and min_p <= 0:
         return -math.inf, 0
     x, z = comparable_logits(logits).tolist(), scaled_logits(logits, temperature).tolist()
-    # Among equal logits the higher index comes first.
+    # Sort by descending logit. Among equal logits the higher index comes first.
     kept = sorted((v for v in reversed(range(len(x))) if x[v] > -math.inf), key=x.__getitem__, reverse=True)
     if not kept:
         return -math.inf, 0
@@ -111,7 +115,7 @@ def filter_bounds(
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """[V] the logits, with -inf for NaN and for tokens that the filters remove."""
+    """[V] the logits with -inf for NaN and for tokens that the filters remove."""
     x = comparable_logits(logits)
     cut, first = filter_bounds(logits, temperature, top_k, top_p, min_p)
     kept = x > cut
@@ -121,7 +125,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
 
 
 def _of_row(values: Tensor | float | None, r: int, default: float) -> float:
-    """The value of row r: a number is the value of all rows, None the default."""
+    """The value for row r. A number is the value for all rows, and None means the default."""
     return default if values is None else float(values[r]) if isinstance(values, Tensor) else values
 
 
@@ -147,13 +151,13 @@ def filter_logits(
 
 
 def accepts(u: float, p_x: float, q_x: float) -> bool:
-    """u q(x) < p(x). Drafts with p(x) = 0 or q(x) = 0 are rejected for any u, even outside [0, 1)."""
+    """True if u q(x) < p(x). Drafts with p(x) = 0 or q(x) = 0 are rejected for any u, even outside [0, 1)."""
     return p_x > 0 and q_x > 0 and u * q_x < p_x
 
 
 def accepts_greedily(logits: Tensor, x: int, argmax_lenience: float) -> bool:
-    """True if a greedy row accepts x: the argmax, or with lenience l < 1 any x with p(x) >= l max p, p the softmax at
-    temperature 1 (Leviathan et al. appendix A.5)."""
+    """True if a greedy row accepts x. It accepts the argmax, and with lenience l < 1 any x with p(x) >= l max p, where
+    p is the softmax at temperature 1 (Leviathan et al. appendix A.5)."""
     if argmax_lenience == 1:
         return x == argmax(logits)
     z = scaled_logits(logits, 0.0)
@@ -241,7 +245,7 @@ def verify_block(
     for b in range(batch):
         t = _of_row(temperature, b, 1.0)
         if not t > 0:
-            # A greedy row, or a row without a law.
+            # Verify greedy rows, and rows without a distribution, token by token.
             row = slice(b, b + 1)
             args = (target_logits[row], draft_tokens[row], None, accept_uniforms[row], sample_uniforms[row])
             output_tokens[row], num_accepted[row] = verify_exact(*args, torch.tensor([t]))
@@ -251,7 +255,8 @@ def verify_block(
         draft_filters = filters if filter_draft else _filters(b, None, None, None)
         targets = [probabilities(filtered(logits, t, *filters), t) for logits in target_logits[b]]
         drafts = []
-        # P_0, P_1 .. up to the end of the block, which is a position without a draft or without a finite target logit.
+        # P_0, P_1 and so on up to the end of the block. The block ends at the first position without a draft or without
+        # a finite target logit.
         reach = [1.0]
         for i in range(num_drafts):
             x = int(draft_tokens[b, i])
@@ -287,8 +292,8 @@ def _draft_probabilities(
     filters: tuple[int, float, float],
     vocab_size: int,
 ) -> Tensor:
-    """[V] q_i: one-hot at x without logits, else the softmax over the kept tokens, normalised by `draft_lse` if it is
-    given."""
+    """[V] q_i. It is one-hot at x if there are no draft logits, else the softmax over the kept tokens, normalised by
+    `draft_lse` if that is given."""
     if draft_logits is None:
         q = torch.zeros(vocab_size, dtype=torch.float64)
         q[x] = 1.0
@@ -384,8 +389,8 @@ MASK = 2**32 - 1
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:
-    """The keys of the noise at a position: the first two words of Philox 4x32-10 (Salmon et al. 2011) of the seed's 64
-    bits, at the counter (0, 4, position low, position high)."""
+    """The two noise keys of a position. They are the first two words of Philox 4x32-10 (Salmon et al. 2011) with the 64
+    bits of the seed as its key and the counter (0, 4, position low, position high)."""
     (k0, k1), (c0, c1, c2, c3) = (seed & MASK, seed >> 32 & MASK), (0, 4, position & MASK, position >> 32 & MASK)
     for _ in range(10):
         x, y = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -395,22 +400,23 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def noise_hash(seed: int, position: int, vocab_size: int) -> Tensor:
-    """[V] int64, the hash h(v) in [0, 2**32) of each token."""
+    """[V] int64, the hash h(v) in [0, 2**32) of each token v."""
     k0, k1 = noise_keys(seed, position)
     x = torch.arange(vocab_size) * 0x9E3779B9 & MASK ^ k0
-    # 64-bit overflow does not change the low half of the product.
+    # The product may overflow 64 bits, which does not change its low 32 bits.
     x = (x ^ x >> 16) * (k1 | 1) & MASK
     return (x ^ x >> 15) * 0x735A2D97 & MASK
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """[V] g(v) = -log(-log u(v)), with u(v) = 1 - w(v) and w(v) = (h(v) + 1/2) / 2**32."""
+    """[V] g(v) = -log(-log u(v)) with u(v) = 1 - w(v) and w(v) = (h(v) + 1/2) / 2**32."""
     w = (noise_hash(seed, position, vocab_size).double() + 0.5) / 2**32
     return -torch.log(-torch.log1p(-w))
 
 
 def gumbel_scores(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """[V] (z - max z) / T + g, whose argmax has the law softmax(z / T) if g is Gumbel noise; -inf where excluded."""
+    """[V] the scores (z - max z) / T + g. If g is Gumbel noise, their argmax has the distribution softmax(z / T). The
+    score of a masked token is -inf."""
     x = comparable_logits(logits).clamp(max=FLOAT32_MAX)
     gap = torch.where(x > -math.inf, x - x.max(), 0.0).clamp(min=-FLOAT32_MAX)
     if temperature == math.inf:

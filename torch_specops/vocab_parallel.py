@@ -1,9 +1,9 @@
-"""Verification and sampling on logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
+"""Verification and sampling for logits that are sharded over the vocabulary, as tensor-parallel heads produce them.
 
-Each rank of a process group holds some columns of the logits, and does not send them. A call makes a fixed number of
-all-gathers of a few numbers per row: three in `verify_exact`, two in `sample` (docs/design.md lists their contents).
-All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The functions trace
-with `torch.compile(fullgraph=True)`.
+Each rank of a process group holds some columns of the logits, and does not send them to other ranks. A call makes a
+fixed number of all-gathers of a few numbers per row: three in `verify_exact` and two in `sample` (docs/design.md lists
+what they contain). All other arguments (draft tokens, uniforms, temperature, draft_lse) must be equal on all ranks. The
+functions can be compiled with `torch.compile(fullgraph=True)`.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ def verify_exact(
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_specops.verify_exact` for logits whose columns are split over ranks: the same law, the same tokens.
+    """`torch_specops.verify_exact` for logits whose columns are split over ranks.
 
-    The tokens equal the op's on the whole logits, except where float32 rounding decides; in greedy rows they always do.
-    Every rank gets the same tokens. Every rank of the group must call it, with its own logits and otherwise equal
-    arguments, which is not checked.
+    The tokens are the same as those of the op for the whole logits, except where float32 rounding decides; in greedy
+    rows they are always the same. Every rank gets the same tokens. Every rank of the group must call the function, with
+    its columns of the logits and with otherwise equal arguments; this is not checked.
 
     Args:
-        target_logits: [B, K+1, V_r], the columns of this rank, which follow the previous rank's; or [B, K+1, V],
-            whole and equal on every rank; or a DTensor with placements Shard(-1) and Replicate(). The split is as in
-            DTensor and `torch.chunk`: V_r = ceil(V / R) on each of the R ranks until none are left. Dtypes and special
-            values as in the op.
+        target_logits: one of three forms. [B, K+1, V_r]: the columns of this rank, which follow the columns of the
+            previous rank. [B, K+1, V]: whole logits, equal on every rank. Or a DTensor with placements Shard(-1) and
+            Replicate(). Columns are split as in DTensor and `torch.chunk`: each of the R ranks has V_r = ceil(V / R)
+            columns until none are left. Dtypes and special values are as in the op.
         draft_tokens: [B, K], tokens of the whole vocabulary, as in the op; equal on all ranks.
-        draft_logits: [B, K, V_r] or [B, K, V] in one of these forms. None = deterministic drafts.
+        draft_logits: [B, K, V_r] or [B, K, V], in one of the forms of `target_logits`. None = deterministic drafts.
         accept_uniforms, sample_uniforms, temperature: [B, K], [B], [B] or a number, as in the op; equal on all ranks
             (computed from one seed, or sent by one rank).
-        draft_lse: [B, K], logsumexp over the whole vocabulary as `torch_specops.sample` or
-            `torch_specops.vocab_parallel.sample` returned it.
+        draft_lse: [B, K], the logsumexp over the whole vocabulary that `torch_specops.sample` or
+            `torch_specops.vocab_parallel.sample` returned.
         lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = the
             DTensors' group, else the default group.
-        vocab_size: V. None = the DTensors' V, else R times the columns of `target_logits`: give it if R does not
-            divide V, or if these are whole.
+        vocab_size: V. None = the V of the DTensors, else R times the number of columns of `target_logits`. Pass it if R
+            does not divide V, or if the logits are whole tensors.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as the op returns them, on every rank.
 
     Raises:
-        TypeError: an argument that is not a tensor, number or group, or has another dtype.
-        ValueError: a shape that does not fit the split, another placement, mesh or device, a lenience out of range, no
-            process group. If only some ranks raise, the others keep waiting.
+        TypeError: an argument is not a tensor, number or group, or has another dtype.
+        ValueError: a shape does not fit the split, a placement, mesh or device is wrong, a lenience is out of range, or
+            there is no process group. If only some ranks raise, the others wait forever.
 
     Examples:
         >>> import torch, torch_specops.vocab_parallel
@@ -82,7 +82,7 @@ def verify_exact(
         (tensor([[ 2,  3, -1]]), tensor([1]))
         >>> torch.distributed.destroy_process_group()
     """
-    given = VerifyArguments(
+    args = VerifyArguments(
         target_logits,
         draft_tokens,
         draft_logits,
@@ -93,60 +93,60 @@ def verify_exact(
         lenience,
         argmax_lenience=argmax_lenience,
     )
-    check_kinds(given, plain=False)
-    shards, local = _place(given._asdict(), 3, group, vocab_size)
-    given = VerifyArguments(**local)
-    check_verify_exact(given)
-    return _verify(given, shards)
+    check_kinds(args, plain=False)
+    shards, local = _place(args._asdict(), 3, group, vocab_size)
+    args = VerifyArguments(**local)
+    check_verify_exact(args)
+    return _verify(args, shards)
 
 
-def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
-    target_logits, draft_tokens, draft_logits = given.target_logits, given.draft_tokens, given.draft_logits
-    temperature = given.temperature
+def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
+    target_logits, draft_tokens, draft_logits = args.target_logits, args.draft_tokens, args.draft_logits
+    temperature = args.temperature
     batch, num_drafts = draft_tokens.shape
     if batch == 0:
         return draft_tokens.new_zeros(0, num_drafts + 1, dtype=torch.int64), draft_tokens.new_zeros(0).long()
     inverse_t = inverse_temperature(temperature)  # [B]
     in_vocab = (draft_tokens >= 0) & (draft_tokens < shards.vocab_size)
     x = draft_tokens.long() - shards.offset
-    x = torch.where((x >= 0) & (x < shards.size), x, -1)  # [B, K] columns of this shard, -1 for other tokens
+    x = torch.where((x >= 0) & (x < shards.size), x, -1)  # [B, K], columns of this shard, or -1
 
     def of_drafts(logits: Tensor) -> Tensor:
-        """[B, K] the scaled logits of the drafts that this shard holds, else -inf."""
+        """[B, K] the scaled logits of drafts whose columns this shard holds; -inf for other drafts."""
         return torch.where(x >= 0, scale(walk.logits_of(logits, x.clamp(min=0)), inverse_t), -torch.inf)
 
     # 1. Exchange the softmax statistics of every row, and the logit of each draft from the rank that holds it.
     z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
     z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
-    own = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
+    local_numbers = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
     if temperature is not None:
-        own["argmax"] = lowest_argmax(z_target, z_max) + shards.offset
+        local_numbers["argmax"] = lowest_argmax(z_target, z_max) + shards.offset
     if draft_logits is not None:
-        own["z_qx"] = of_drafts(draft_logits)
-        if given.draft_lse is None:
-            own["q_max"], own["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
-    gathered = _all_gather(torch.cat([numbers.double() for numbers in own.values()], 1), shards)
-    widths = [numbers.shape[1] for numbers in own.values()]
-    every = dict(zip(own, gathered.split(widths, 2), strict=True))  # [R, B, ..] under each name
+        local_numbers["z_qx"] = of_drafts(draft_logits)
+        if args.draft_lse is None:
+            local_numbers["q_max"], local_numbers["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
+    gathered = _all_gather(torch.cat([numbers.double() for numbers in local_numbers.values()], 1), shards)
+    widths = [numbers.shape[1] for numbers in local_numbers.values()]
+    every = dict(zip(local_numbers, gathered.split(widths, 2), strict=True))  # name -> [R, B, ..]
 
     p_max, p_sum, _ = _merge_stats(every["p_max"], every["p_sum"])
     z_px = every["z_px"].amax(0)
     p_x = walk.probability(z_px, p_max[:, :-1], p_sum[:, :-1])
     q_x = torch.ones_like(p_x)
     if draft_logits is not None:
-        if given.draft_lse is None:
+        if args.draft_lse is None:
             q_max, q_sum, _ = _merge_stats(every["q_max"], every["q_sum"])
         else:
-            q_max, q_sum = walk.stats_from_lse(given.draft_lse)
+            q_max, q_sum = walk.stats_from_lse(args.draft_lse)
         q_x = walk.probability(every["z_qx"].amax(0), q_max, q_sum)
-    accepted = walk.accepts(given.accept_uniforms.double() * given.lenience, p_x, q_x, in_vocab)
+    accepted = walk.accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else _merge_argmax(every["p_max"], every["argmax"])
     near_argmax = None
-    if given.argmax_lenience < 1:
-        near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], given.argmax_lenience)
+    if args.argmax_lenience < 1:
+        near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], args.argmax_lenience)
     n = walk.prefix_lengths(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
-    # 2. Exchange the mass of p and of the residual in each shard of row n.
+    # 2. Exchange the mass of p and the mass of the residual of row n in each shard.
     rows = torch.arange(batch, device=n.device)
     z_p = z_target[rows, n]  # [B, V_r]
     weights = softmax_row(z_p, p_max[rows, n].float(), p_sum[rows, n])
@@ -160,7 +160,8 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
             of_shard = (weights - q).clamp(min=0)
-            # If the logits are equal, p = q, which rounding (also of a given draft_lse) could hide.
+            # If the logits are equal, p = q and the residual is empty. Compare the logits, because by rounding (also of
+            # a given draft_lse) the difference may not be 0.
             differs = (z_p != z_q).any(-1).double()
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     mass, *of_residual = _all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
@@ -171,8 +172,9 @@ def _verify(given: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         mass = torch.where(use_residual, residual_mass, mass)
         weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
 
-    # 3. Exchange the token, which one rank holds. All ranks should have the same n; using rank 0's guarantees it.
-    drawn = _draw_own(weights, mass, given.sample_uniforms, shards)
+    # 3. Exchange the next token, which only one rank can draw. Also use the n of rank 0 on all ranks, in case rounding
+    # differs between them.
+    drawn = _draw_own(weights, mass, args.sample_uniforms, shards)
     last = _all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
     return walk.output_rows(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n
@@ -186,12 +188,13 @@ def sample(
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_specops.sample` for logits whose columns are split over ranks: the same law, the same tokens.
+    """`torch_specops.sample` for logits whose columns are split over ranks.
 
-    It makes two all-gathers. Every rank must call it, as with `torch_specops.vocab_parallel.verify_exact`.
+    It makes two all-gathers. As with `torch_specops.vocab_parallel.verify_exact`, every rank must call it, and the
+    tokens are the same as those of the op.
 
     Args:
-        logits: [N, V_r] or [N, V], in one of the forms of `target_logits` there.
+        logits: [N, V_r] or [N, V], in one of the forms of `target_logits` in that function.
         uniforms: [N], as in the op; equal on all ranks.
         temperature: [N] or a number, as in the op; equal on all ranks.
         group, vocab_size: as in `torch_specops.vocab_parallel.verify_exact`.
@@ -200,7 +203,7 @@ def sample(
         tokens [N] int64 and lse [N] float32, as the op returns them, bitwise equal on all ranks.
 
     Raises:
-        TypeError, ValueError: as `torch_specops.vocab_parallel.verify_exact`.
+        TypeError, ValueError: as in `torch_specops.vocab_parallel.verify_exact`.
 
     Examples:
         >>> import torch, torch_specops.vocab_parallel
@@ -213,20 +216,20 @@ def sample(
     filters = filters_of("logits", logits, temperature, plain=False)
     check_tensor("uniforms", uniforms, plain=False)
     check_kinds(filters, plain=False)
-    given = {"logits": logits, "uniforms": uniforms, "temperature": filters.temperature}
-    shards, local = _place(given, 2, group, vocab_size)
+    arguments = {"logits": logits, "uniforms": uniforms, "temperature": filters.temperature}
+    shards, local = _place(arguments, 2, group, vocab_size)
     z, u, t = local["logits"], local["uniforms"], local["temperature"]
     check_sample(z, u, Filters(t))
     if z.shape[0] == 0:
         return u.new_zeros(0, dtype=torch.int64), u.new_zeros(0, dtype=torch.float32)
     z = scale(z, inverse_temperature(t))
     z_max, z_sum = softmax_stats(z)
-    own = [z_max, z_sum]
+    local_numbers = [z_max, z_sum]
     if t is not None:
-        own.append(lowest_argmax(z, z_max) + shards.offset)
-    every = _all_gather(torch.stack([numbers.double() for numbers in own]), shards).unbind(1)
+        local_numbers.append(lowest_argmax(z, z_max) + shards.offset)
+    every = _all_gather(torch.stack([numbers.double() for numbers in local_numbers]), shards).unbind(1)
     top, total, parts = _merge_stats(every[0], every[1])
-    # Relative to the shard's maximum, no weight that matters underflows.
+    # Compute weights relative to the maximum of the shard, so that no weight that matters underflows.
     weights = torch.exp(z - z_max.clamp(min=-FLOAT32_MAX).unsqueeze(-1))
     drawn = _draw_own(weights, parts, u, shards)
     last = _all_gather(torch.stack([drawn.double(), top + total.log()]), shards)
@@ -240,7 +243,7 @@ def sample(
 
 
 class Shards(NamedTuple):
-    """A vocabulary split over the ranks of a group, and the columns of this rank."""
+    """How a vocabulary is split over the ranks of a group, and which columns this rank has."""
 
     group: ProcessGroup
     vocab_size: int
@@ -249,51 +252,51 @@ class Shards(NamedTuple):
 
 
 def _all_gather(x: Tensor, shards: Shards) -> Tensor:
-    """[...] -> [R, ...] by one functional collective, which eager calls run and the compiler traces."""
+    """[...] -> [R, ...] by one functional collective, which works in eager and in compiled code."""
     num_ranks = shards.group.size()
     return private.all_gather(x.contiguous(), num_ranks, shards.group).view(num_ranks, *x.shape)
 
 
 def _merge_stats(z_max: Tensor, z_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, ...] maxima and sums of exp(z - maximum), float64 -> the maximum over all shards [...], the sum relative to
-    it [...], and each shard's part of that sum [R, ...]."""
+    """Maxima and sums of exp(z - maximum) of all shards, [R, ...] float64 -> the maximum over all shards [...], the sum
+    relative to it [...], and the part of each shard in that sum [R, ...]."""
     top = z_max.amax(0)
     parts = z_sum * torch.exp(z_max - top.clamp(min=-FLOAT32_MAX))
     return top, parts.sum(0), parts
 
 
 def _merge_argmax(z_max: Tensor, index: Tensor) -> Tensor:
-    """[R, ...] the maximum of each shard and its index, float64 -> the lowest index of the maximum over all shards, -1
-    without a finite entry."""
+    """The maximum of each shard and its index, [R, ...] float64 -> the lowest index of the maximum over all shards; -1
+    if no entry is finite."""
     top = z_max.amax(0)
     lowest = torch.where(z_max == top, index, torch.inf).amin(0)
     return torch.where(top > -torch.inf, lowest, -1.0).long()
 
 
 def _draw_own(weights: Tensor, mass: Tensor, uniforms: Tensor, shards: Shards) -> Tensor:
-    """Weights [N, V_r], masses of the shards [R, N], uniforms [N] -> [N] the token that the inverse CDF over all shards
-    selects, if this shard holds it; else -1."""
+    """Weights [N, V_r], masses of the shards [R, N], uniforms [N] -> [N], the token that the inverse CDF over all
+    shards selects if it is in this shard, else -1."""
     shard = draw(mass.transpose(0, 1), uniforms)
     cdf = mass.cumsum(0)
     index = shard.clamp(min=0).unsqueeze(0)
-    own = mass.gather(0, index).squeeze(0)
-    before = cdf.gather(0, index).squeeze(0) - own
-    within = (uniforms.double() * cdf[-1] - before) / torch.where(own > 0, own, 1.0)
+    shard_mass = mass.gather(0, index).squeeze(0)
+    before = cdf.gather(0, index).squeeze(0) - shard_mass
+    within = (uniforms.double() * cdf[-1] - before) / torch.where(shard_mass > 0, shard_mass, 1.0)
     return torch.where(shard == shards.group.rank(), draw(weights, within.clamp(0.0, 1.0)) + shards.offset, -1)
 
 
 def _place(
-    given: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
+    arguments: dict[str, Any], rank: int, group: ProcessGroup | DeviceMesh | None, vocab_size: int | None
 ) -> tuple[Shards, dict[str, Any]]:
-    """The split, and the arguments as plain tensors. Of the logits they have this rank's columns, or one column of -inf
-    if it has none."""
+    """Determine how the vocabulary is split, and convert the arguments to plain tensors. The logits are reduced to the
+    columns of this rank, or to one column of -inf if it has none."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group: expected a mesh of one dimension, got {group.ndim}; take one by mesh['name']")
         group = group.get_group()
     elif group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group)}")
-    columns = {name: value for name, value in given.items() if name.endswith("logits") and value is not None}
+    columns = {name: value for name, value in arguments.items() if name.endswith("logits") and value is not None}
     for name, value in columns.items():
         if value.dim() != rank:
             raise ValueError(f"{name}: expected {rank} dimensions, got shape {list(value.shape)}")
@@ -313,8 +316,8 @@ def _place(
     width = -(-vocab_size // group.size())
     offset = min(group.rank() * width, vocab_size)
     shards = Shards(group, vocab_size, offset, min(width, vocab_size - offset))
-    local = given | {name: _cut(name, value, shards) for name, value in columns.items()}
-    for name, value in given.items():
+    local = arguments | {name: _cut(name, value, shards) for name, value in columns.items()}
+    for name, value in arguments.items():
         if name not in columns and isinstance(value, DTensor):
             if not all(isinstance(placement, Replicate) for placement in value.placements):
                 raise ValueError(f"{name}: expected placements Replicate(), got {value.placements}")
@@ -323,8 +326,8 @@ def _place(
 
 
 def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group over which the columns are sharded. For whole logits, the group of their mesh if it has one
-    dimension."""
+    """The group over which the columns of a DTensor are sharded. For whole logits, it is the group of their mesh if the
+    mesh has one dimension, else the given group."""
     mesh, placements = logits.device_mesh, logits.placements
     sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     for placement in (placements[i] for i in sharded):
@@ -332,10 +335,10 @@ def _group_of(name: str, logits: DTensor, group: ProcessGroup | None) -> Process
             raise ValueError(f"{name}: expected placements Replicate(), and at most one Shard(-1), got {placements}")
     if not sharded and mesh.ndim > 1:
         return group
-    own = mesh.get_group(sharded[0] if sharded else 0)
-    if group is not None and group.group_name != own.group_name:
+    mesh_group = mesh.get_group(sharded[0] if sharded else 0)
+    if group is not None and group.group_name != mesh_group.group_name:
         raise ValueError(f"{name}: expected a DTensor sharded over the group of the call, got another mesh")
-    return own
+    return mesh_group
 
 
 def _cut(name: str, logits: Tensor, shards: Shards) -> Tensor:

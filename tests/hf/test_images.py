@@ -321,7 +321,7 @@ def test_steps_of_a_fixed_shape(family: str) -> None:
         assert new_tokens(decoder.generate(**call(family, rows))) == texts
     # A shift of all of a text changes its rounding alone.
     target: Any = decoder.target
-    assert family == "gemma3" or not target._offsets.any()
+    assert family == "gemma3" or not target._offsets.values.any()
 
 
 def test_grammar_logprobs_and_stop_tokens() -> None:
@@ -357,7 +357,7 @@ def test_images_are_freed_and_the_model_is_left_alone() -> None:
     next(steps)
     assert image() is None
     target: Any = decoder.target
-    assert target._offsets[0, :, -1].tolist() == [-6, 0, -4, 0]
+    assert target._offsets.values[0, :, -1].tolist() == [-6, 0, -4, 0]
     list(steps)
     assert model.model.rope_deltas is kept
     session = decoder.session(2, max_length=80)
@@ -369,11 +369,11 @@ def test_images_are_freed_and_the_model_is_left_alone() -> None:
         session.step()
     assert handle.result().new_tokens.tolist() == expected(family)[0]
     assert image() is None
-    assert target._offsets[0, :, -1].tolist() == [-6, 0]
+    assert target._offsets.values[0, :, -1].tolist() == [-6, 0]
     handle = session.submit(Request(list(prompts(family)[1].tokens), NEW, eos_token_id=()))
     while not handle.done:
         session.step()
-    assert target._offsets[0, :, -1].tolist() == [0, 0]
+    assert target._offsets.values[0, :, -1].tolist() == [0, 0]
     # Requests that never get a row.
     handles, kept = [], []
     for num_new in (0, NEW, NEW):

@@ -66,8 +66,8 @@ def test_one_region_stands_for_the_layers_of_two_forwards(
             model.start(len(PROMPTS), 16)
             model.forward(tokens[:, :-1], positions[:, :-1])
             logits = function(tokens[:, -1:].contiguous(), positions[:, -1:].contiguous())
-            written = [tensor.clone() for layer in model._cache_layers for tensor in layer.static_tensors()]
+            written = [tensor.clone() for state in model._row_states() for tensor in state.static_tensors()]
             found.append([*logits, *written])
-    assert len(regions_called) == 2 * len(model._cache_layers) and len(set(regions_called)) == num_regions
+    assert len(regions_called) == 2 * model.num_layers and len(set(regions_called)) == num_regions
     # Rotary embeddings and states are float32.
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)

@@ -106,7 +106,7 @@ def test_a_start_after_a_reading_that_never_ended() -> None:
     adapter, ids = hf.language_model(model_of("phi3")), torch.tensor([PROMPTS[1]])
     decoder = torch_specops.SpeculativeDecoder(adapter, sampling=SamplingParams(temperature=0.0))
     expected = decoder.generate(ids, max_new_tokens=2).sequences
-    adapter._cache, adapter._is_long = adapter._caches[False], False
+    adapter._cache, adapter._is_long = adapter._prefixes.short, False
     assert torch.equal(decoder.generate(ids, max_new_tokens=2).sequences, expected)
 
 

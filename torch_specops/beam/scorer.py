@@ -1,7 +1,8 @@
 """Scores the beams of every row, and extends them by one token.
 
-The arithmetic follows transformers' beam search: float32 scores, summed in the same order, and candidates from the
-same `topk` over the same shapes, so that even ties break alike. Here every row has its own length and end.
+The arithmetic is that of transformers' beam search, so that even ties break alike: float32 scores are summed in the
+same order, and the same `topk` over the same shapes gives the candidates. In contrast to transformers, every row has a
+separate length and may end before the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ EXCLUDED = -1.0e9
 
 
 class BeamScorer:
-    """Running and finished beams of B rows, w of each.
+    """The w running beams and the w finished beams of each of B rows.
 
     Args:
         num_beams: w >= 1.
@@ -25,13 +26,13 @@ class BeamScorer:
         length_penalty, early_stopping: as in `beam_search`.
 
     Attributes:
-        tokens: [B, w, N] int64, the new tokens of the running beams, N the largest limit; best beam first.
-        scores: [B, w] float32, their summed log-probabilities.
-        counts: [B] int64, how many new tokens they have.
-        finished_tokens, finished_scores, finished_lengths, is_finished: [B, w, N], [B, w], [B, w], [B, w]: the finished
-            beams, best first; their scores are divided by the penalty.
+        tokens: [B, w, N] int64, the new tokens of the running beams, best beam first; N is the largest limit.
+        scores: [B, w] float32, the summed log-probabilities of the running beams.
+        counts: [B] int64, the number of new tokens of each running beam.
+        finished_tokens, finished_scores, finished_lengths, is_finished: [B, w, N], [B, w], [B, w], [B, w], the finished
+            beams, best first. Scores of finished beams are divided by the length penalty.
         done: [B] bool, whether a row has ended.
-        failed: [B] bool, whether it ended because no continuation had a finite score.
+        failed: [B] bool, whether a row has ended because no continuation had a finite score.
 
     Raises:
         ValueError: a length penalty that no float32 can hold at the largest limit.
@@ -47,13 +48,14 @@ class BeamScorer:
         self.early_stopping = early_stopping
         self.length_penalty = length_penalty
         self._penalties = _penalties(longest, length_penalty).to(limits.device)
-        # Enough candidates that at least w of them do not end with an eos.
+        # A beam has at most E continuations by an eos token, so at least w of these candidates do not end.
         self.num_candidates = max(2, 1 + eos.shape[1]) * num_beams
         self._is_top = torch.arange(self.num_candidates, device=limits.device) < num_beams
 
         self.tokens = limits.new_zeros(batch, num_beams, longest)
         self.scores = limits.new_full((batch, num_beams), EXCLUDED, dtype=torch.float32)
-        # All beams begin with the same prompt, so only the first may be continued.
+        # At the start, all w beams of a row are equal. Exclude all but the first, or the first step would choose the
+        # same continuation w times.
         self.scores[:, 0] = 0.0
         self.counts = torch.zeros_like(limits)
         self.finished_tokens = torch.zeros_like(self.tokens)
@@ -68,11 +70,11 @@ class BeamScorer:
         rows do not change.
 
         Returns:
-            parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token.
-            Undefined in rows that are not active, or done by now.
+            parents [B, w] and tokens [B, w]: which beam each new running beam continues, and with which token. Parents
+            and tokens are undefined in rows that are not active or that have ended.
         """
         log_probs = logits.float().log_softmax(-1)
-        # A beam with a NaN among its logits has no continuation.
+        # NaN among the logits of a beam becomes -inf, so that the beam has no continuation.
         scores = (log_probs + self.scores.unsqueeze(2)).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         scores, index = scores.flatten(1).topk(self.num_candidates)
         parents, tokens = index // logits.shape[2], index % logits.shape[2]
@@ -98,8 +100,8 @@ class BeamScorer:
         return parents.gather(1, best), tokens.gather(1, best)
 
     def result(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams; in rows that failed, of
-        the running beams."""
+        """New tokens [B, R, N], lengths [B, R] and scores [B, R] of the best finished beams. Rows that failed give
+        their running beams instead."""
         self._update(
             self.failed,
             finished_tokens=self.tokens,
@@ -110,7 +112,7 @@ class BeamScorer:
         return self.finished_tokens[:, best], self.finished_lengths[:, best], self.finished_scores[:, best]
 
     def _finish(self, active: Tensor, texts: Tensor, scores: Tensor, length: Tensor, ends: Tensor) -> None:
-        """Merge the candidates [B, C] that end here into the finished beams."""
+        """Merge the candidates [B, C] that end with this token into the finished beams."""
         scores = self._penalised(scores, length) + (~ends).float() * EXCLUDED
         lengths = length.unsqueeze(1).expand_as(scores)
         merged = torch.cat([self.finished_scores, scores], 1)
@@ -132,7 +134,7 @@ class BeamScorer:
         return (best > worst).any(1)
 
     def _penalised(self, scores: Tensor, length: Tensor) -> Tensor:
-        """Scores [B, n] of beams whose lengths are `length` [B]."""
+        """Divide the scores [B, n] of beams with `length` [B] new tokens by the length penalty."""
         return scores / self._penalties[length.clamp(max=len(self._penalties) - 1)].unsqueeze(1)
 
     def _update(self, active: Tensor, **values: Tensor) -> None:
@@ -143,9 +145,9 @@ class BeamScorer:
 
 def _penalties(longest: int, length_penalty: float) -> Tensor:
     """[longest + 1] float32, the divisor of a beam's score for each length."""
-    values = (torch.arange(longest + 1, dtype=torch.float64, device="cpu").clamp(min=1) ** length_penalty).float()
-    if not bool((values.isfinite() & (values > 0)).all()):
+    divisors = (torch.arange(longest + 1, dtype=torch.float64, device="cpu").clamp(min=1) ** length_penalty).float()
+    if not bool((divisors.isfinite() & (divisors > 0)).all()):
         raise ValueError(
             f"length_penalty: expected {longest} to its power within float32, got a length penalty of {length_penalty}"
         )
-    return values
+    return divisors

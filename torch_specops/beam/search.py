@@ -1,5 +1,5 @@
-"""Beam search with a draft: the same beams as without a draft, and several levels per forward of the target
-(Leviathan et al. 2023, appendix A.4)."""
+"""Beam search with a draft (Leviathan et al. 2023, appendix A.4). The search finds the same beams as without a draft,
+and decides several levels per forward of the target."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from .tree import BeamTree, rows_of
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BeamOutput(GenerationOutput):
-    """The best finished beams: R for each of B prompts, the beams of a prompt side by side, best first.
+    """The R best finished beams of each of B prompts. The beams of a prompt are adjacent rows, best first.
 
     `sequences`, `prompt_lengths` and `lengths` have B * R rows; the keys of `errors` are prompts. In `stats`, a step is
-    a round and a token is a level: one more token for all beams of a prompt. So `mean_acceptance_length` is levels per
-    round, and `num_accepted` counts the drafted levels that held all of the target's beams.
+    a round, and a token is a level, which adds one token to every beam of a prompt. So `mean_acceptance_length` is the
+    number of levels per round, and `num_accepted` counts the drafted levels that contained all of the target's beams.
 
     Args:
-        scores: [B * R] float32, the summed log-probability of the new tokens / their number ** length_penalty.
+        scores: [B * R] float32, the summed log-probability of the new tokens, divided by (number of new tokens) **
+            length_penalty.
     """
 
     scores: Tensor
@@ -61,25 +62,25 @@ def beam_search(
     """Beam search that returns the beams of transformers' `generate(num_beams=w, do_sample=False)`.
 
     In a round, the draft searches K levels deep with u beams, starting from the target's w beams. One forward of the
-    target reads all these nodes, as a tree in one row of its cache. Then the target's beams advance level by level, as
-    long as all of them are among the nodes that were read. So a round decides 1 to K + 1 levels. The draft does not
-    change the result, up to the rounding of the target's forwards. Nothing is compiled.
+    target reads all drafted tokens, as the nodes of a tree in one row of its cache. Then the target's beams advance
+    level by level, as long as all of them are among these nodes. So a round decides 1 to K + 1 levels. The draft does
+    not change the result, up to the rounding of the target's forwards. Nothing is compiled.
 
     Args:
         target: a transformers model, or a `TreeModel`.
         input_ids: as `generate` takes it.
         num_beams: w >= 1; 1 is greedy decoding, as in transformers.
-        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round. There
-            are no drafts once the longest sequence is longer than the draft can read.
-        draft_beams: u >= w; None = w. With more, the target's beams are more often among the draft's, but forwards are
-            wider.
+        draft: a smaller model, a `ModelDraft` or an `EarlyExit`; None = the target alone, one level per round. Drafting
+            stops once the longest sequence is longer than the draft can read.
+        draft_beams: u >= w; None = w. A larger u makes it more likely that the draft's beams contain the target's, but
+            forwards are wider.
         attention_mask: [B, P], 1 for tokens and 0 for padding; None = no padding.
         max_new_tokens: the most tokens to emit, one number or [B], >= 1.
-        num_draft_tokens: K >= 0, levels drafted per round.
-        length_penalty: finished beams are compared by score / number of new tokens ** length_penalty.
-        early_stopping: when a prompt with w finished beams is done. True: at once. False: when the best running beam,
-            at its current length, scores no better than the worst finished beam. "never": when it could not at any
-            length.
+        num_draft_tokens: the number of levels drafted per round, K >= 0.
+        length_penalty: finished beams are compared by score / (number of new tokens) ** length_penalty.
+        early_stopping: when the search ends for a prompt with w finished beams. True = at once. False = when the best
+            running beam, at its current length, scores no better than the worst finished beam. "never" = when it could
+            not score better at any length.
         num_return_sequences: R, 1 to num_beams.
         eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's generation
             config.
@@ -87,8 +88,8 @@ def beam_search(
         inputs: the inputs of the target's encoder, by name, as in `SpeculativeDecoder.generate`.
 
     Returns:
-        `BeamOutput`. A prompt without any continuation of finite score returns its running beams as they are, with an
-        entry in `errors` and a warning.
+        `BeamOutput`. If no continuation of a prompt has a finite score, its running beams are returned as they are,
+        with an entry in `errors` and a warning.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; a draft that is not a model; a model that cannot read a tree.
@@ -129,7 +130,7 @@ def beam_search(
         max_new_tokens=max_new_tokens,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
-        # Beam search uses no randomness.
+        # Beam search draws nothing, so the seed has no effect.
         seed=0,
         min_new_tokens=1,
     )
@@ -162,7 +163,7 @@ def beam_search(
 
 @dataclass
 class _Search:
-    """One batch: the models, the beams, and the tree that both models read."""
+    """The search of one batch: the models, the beams, and the tree that both models read."""
 
     target: TreeModel
     draft: TreeModel | None
@@ -183,7 +184,7 @@ class _Search:
             num_levels, left, live = self._verify().tolist()
             num_live = max(live)
             text_lengths = [length + levels for length, levels in zip(text_lengths, num_levels, strict=True)]
-            # The draft has not read the last level that it drafted.
+            # If all drafted levels were accepted, the draft has not read the last of them.
             draft_lags = any(levels > num_draft_tokens for levels in num_levels)
             num_proposed = [min(num_draft_tokens, before - 1) for before in room]
             self.stats.add(num_levels, [levels - 1 for levels in num_levels], num_proposed)
@@ -191,8 +192,8 @@ class _Search:
             room = left
 
     def _most_drafts(self, longest: int) -> int:
-        """The most levels that the draft can read after sequences of up to `longest` tokens. After 0 it never drafts
-        again, because it would lack the tokens decided since."""
+        """The largest number of levels that the draft can read after sequences of up to `longest` tokens. Once this is
+        0, the draft is not used again, because it has not read the tokens decided since."""
         readable = None if self.draft is None else self.draft.max_length
         if readable is not None:
             self.num_draft_tokens = min(self.num_draft_tokens, max(readable + 1 - longest, 0))
@@ -203,7 +204,7 @@ class _Search:
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
-        # A kept level takes at most w slots; the nodes of a round come on top.
+        # Every kept level takes at most w slots. `num_slots` adds the slots for the nodes of a round.
         num_kept = int((lengths + num_beams * self.scorer.limits).max())
         num_slots = num_kept + num_beams + self.draft_beams * self.num_draft_tokens
         self.tree = BeamTree(prompts, lengths, num_beams, num_slots)
@@ -224,7 +225,8 @@ class _Search:
         self.stats.prefill_seconds = time.perf_counter() - started
 
     def _propose(self, num_draft_tokens: int, draft_lags: bool) -> None:
-        """Grow the tree by the draft's beam search of width u, from the target's beams and their scores."""
+        """Add levels to the tree by a beam search of the draft with u beams. The draft's search starts from the
+        target's beams and their scores."""
         tree, scores = self.tree, self.scorer.scores
         for depth in range(num_draft_tokens):
             assert self.draft is not None
@@ -234,7 +236,7 @@ class _Search:
             tree.grow(index // logits.shape[2], index % logits.shape[2])
 
     def _verify(self) -> Tensor:
-        """Read the tree with the target, and advance the beams as far as their nodes are in it.
+        """Let the target read the tree, and advance the beams as long as their nodes are in the tree.
 
         Returns:
             [3, B] int64: levels decided, levels left (0: the row has ended), and slots in use.
@@ -256,7 +258,8 @@ class _Search:
                 break
             is_read, nodes = levels[depth + 1].index_of(nodes, tokens)
             active = active & is_read.all(1) & ~scorer.done
-            # This check is free on a CPU. Without active rows, the remaining levels change nothing.
+            # Without active rows, the remaining levels change nothing. Check this only on a CPU, where the check does
+            # not wait for a device.
             if active.device.type == "cpu" and not bool(active.any()):
                 break
         num_levels = scorer.counts - before
@@ -265,7 +268,7 @@ class _Search:
         return torch.stack([num_levels, left, tree.num_live()])
 
 
-# Outside inference mode, because users may train on the output.
+# Leave inference mode: users may train on the output, and autograd refuses inference tensors.
 @torch.inference_mode(False)
 def _output(search: _Search, prompts: Prompts, num_sequences: int) -> BeamOutput:
     scorer, state = search.scorer, prompts.state
@@ -303,7 +306,8 @@ def _tree_model(name: str, model: LanguageModel) -> TreeModel:
 def _draft_model(source: DraftSource | None, target: TreeModel, guard: Guard) -> TreeModel | None:
     if source is None:
         return None
-    # A subclass that overrides `propose` does more than its model, and beam search would ignore that.
+    # Refuse a subclass that overrides `propose`, because beam search calls only the model and would ignore the
+    # override.
     if not isinstance(source, ModelDraft) or type(source).propose is not ModelDraft.propose:
         raise TypeError(f"draft: beam search follows a model's own beams; expected a model or None, got {type(source)}")
     guard.bind(source)

@@ -1,6 +1,6 @@
 """The tree of beams that beam search keeps in one row of a cache.
 
-Each token that was read is a node with its own slot in the row's cache, and each beam has the set of slots of its
+Each token that was read is a node with a separate slot in the row's cache. Each beam has the set of slots of its
 tokens. Reordering beams reorders only these sets; keys and values never move. A slot that no beam sees is free.
 """
 
@@ -19,8 +19,8 @@ WIDTH_MULTIPLE = 32
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth: tokens and slots [B, n], and the slots that each sees [B, n, S]. Parents [B, n] are
-    indices into the level above; at depth 0, into the beams."""
+    """The nodes of one depth: their tokens [B, n], their slots [B, n], and the slots that each node sees [B, n, S].
+    Parents [B, n] are indices into the level above; at depth 0 they are indices of beams."""
 
     tokens: Tensor
     parents: Tensor
@@ -28,7 +28,7 @@ class Level:
     visible: Tensor
 
     def index_of(self, parents: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Find nodes by parent [B, w] and token [B, w]: whether each is there, and its index."""
+        """Find nodes by parent [B, w] and token [B, w]. Returns whether each node exists, and its index."""
         same = (self.parents.unsqueeze(1) == parents.unsqueeze(2)) & (self.tokens.unsqueeze(1) == tokens.unsqueeze(2))
         return same.any(2), same.byte().argmax(2)
 
@@ -37,17 +37,17 @@ class BeamTree:
     """The w running beams of each of B rows, and the slots that hold their tokens.
 
     Args:
-        tokens: [B, P] int64, the prompts. All but the newest token of each have been read, into the slots of their
+        tokens: [B, P] int64, the prompts. All tokens of a prompt but the newest have been read, into the slots of their
             positions.
         lengths: [B] int64 >= 1.
-        num_beams: w.
-        num_slots: S.
+        num_beams: w, the number of beams.
+        num_slots: the number of slots per row, S.
 
     Attributes:
         tokens: [B, w] int64, the newest token of each beam, which has not been read.
-        positions: [B] int64, its position.
+        positions: [B] int64, the position of the newest tokens.
         levels: the levels of the round so far, from the newest tokens down.
-        width: no beam sees the slots from here on.
+        width: no beam sees a slot with this index or a larger one.
     """
 
     def __init__(self, tokens: Tensor, lengths: Tensor, num_beams: int, num_slots: int) -> None:
@@ -65,8 +65,8 @@ class BeamTree:
         self.levels: list[Level] = []
 
     def begin(self, num_nodes: int, num_live: int) -> None:
-        """Start a round of at most `num_nodes` nodes with the level of the newest tokens. At most `num_live` slots of a
-        row are in use."""
+        """Start a round: the newest tokens become the first level. The round has at most `num_nodes` nodes, and at most
+        `num_live` slots of a row are in use."""
         wanted = -(-(num_live + num_nodes) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         self.width = min(max(self.width, wanted), self.num_slots)
         is_taken = self._sees[:, :, : self.width].any(1)
@@ -80,12 +80,12 @@ class BeamTree:
         self._add(tokens, parents, rows_of(self.levels[-1].visible, parents))
 
     def read(self, model: TreeModel, levels: list[Level], with_parents: bool = False) -> Tensor:
-        """Logits [B, n, V] of the nodes of some levels, one after another. With parents, the model also reads the
-        tokens before the newest, which it has not read."""
+        """Let a model read the nodes of some levels. Returns their logits [B, n, V], level by level. If `with_parents`,
+        the model also reads the tokens before the newest tokens, which it has not read yet."""
         tokens, slots, visible = _nodes(levels)
         num_nodes = tokens.shape[1]
         if with_parents:
-            # A row that has ended sees nothing, but a node must see itself.
+            # Let every node see itself, even in a row that has ended and sees no other slot.
             parents = self._sees[:, :, : self.width].scatter(2, self._parent_slots.unsqueeze(2), True)
             tokens = torch.cat([self._parent_tokens, tokens], 1)
             slots = torch.cat([self._parent_slots, slots], 1)
@@ -95,8 +95,8 @@ class BeamTree:
         return model.forward_tree(tokens, positions, slots, visible, slot_positions)[:, -num_nodes:]
 
     def move(self, parents: Tensor, tokens: Tensor, num_levels: Tensor, done: Tensor) -> None:
-        """End the round: the new beams continue the nodes `parents` [B, w], counted over all levels, with `tokens`
-        [B, w]. `num_levels` [B] tokens were decided; rows that are `done` [B] free their slots."""
+        """End the round. The new beams continue the nodes `parents` [B, w] with `tokens` [B, w]; `parents` are indices
+        over all levels. `num_levels` [B] tokens were decided. Rows that are `done` [B] free their slots."""
         node_tokens, slots, visible = _nodes(self.levels)
         self._parent_tokens, self._parent_slots = node_tokens.gather(1, parents), slots.gather(1, parents)
         self._sees[:, :, : self.width] = rows_of(visible, parents) & ~done[:, None, None]
@@ -123,5 +123,5 @@ def _nodes(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of(values: Tensor, index: Tensor) -> Tensor:
-    """values [B, n, N], index [B, m] -> [B, m, N]."""
+    """Gather rows: values [B, n, N] and index [B, m] give [B, m, N]."""
     return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))

@@ -25,11 +25,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Rich would draw boxes, and leave half of 80 columns for the explanations.
+    # Turn rich off: its boxes would leave only half of 80 columns for the explanations.
     rich_markup_mode=None,
 )
 
-# After "\b", lines stay as they are.
+# Typer prints the lines after "\b" without wrapping them.
 app.command(
     short_help="Write text by speculative decoding, drafts in colour.",
     epilog="""\b

@@ -27,7 +27,8 @@ from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import ASSISTED, make_providers, refusal
 
-# Answers to the first prompts can mostly be copied from the prompt. Answers to the last ones cannot.
+# The answers to the first prompts can mostly be copied from the prompt, which suits prompt lookup. The answers to the
+# last prompts cannot.
 PROMPTS = [
     PROMPT,
     "Correct the spelling, and change nothing else: The quik brown fox jumpd over the lazy dog, "
@@ -110,15 +111,15 @@ def bench(
 ) -> None:
     """Compare the speed of this package with transformers, on the same models and prompts.
 
-    It compares "transformers generate" (no draft), "transformers assisted" (assisted generation with the same draft and
-    K, and for a draft model also with "own K", the default of transformers), and this package, "specops", without and
-    with the draft. Assisted generation takes one prompt at a time; its prompt lookup is "prompt-lookup:2". Where
-    transformers refuses it, as for models that keep a recurrent state, it is left out. Prompts go through the model's
+    "transformers generate" has no draft. "transformers assisted" is assisted generation with the same draft and K, and
+    for a draft model also with "own K", the default of transformers. "specops" is this package, without and with the
+    draft. Assisted generation takes one prompt at a time. Its prompt lookup is "prompt-lookup:2". Assisted generation
+    is left out where transformers refuses it, as for models that keep a recurrent state. Prompts go through the model's
     chat template, if it has any.
 
-    After a warm-up they take turns. Each table is printed once it is measured; the lines below the last table explain
-    the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models. At temperature
-    0 the outputs are compared.
+    After a warm-up, all of these run in turns. Each table is printed once it is measured; the lines below the last
+    table explain the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models.
+    At temperature 0 the outputs are compared.
 
     After Ctrl-C or an error, the results so far are shown and written. Exit codes: 1 an output differs beyond rounding,
     2 an error, 130 Ctrl-C.
@@ -144,21 +145,21 @@ def bench(
             num_draft_tokens = default_num_draft_tokens(models.draft)
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
         categories: dict[str, list[Tensor]] = {}
-        for question, own in zip(questions, tokens, strict=True):
-            # transformers would continue beyond the model's positions.
-            if models.target.max_length is not None and len(own) + max_new_tokens > models.target.max_length:
+        for question, prompt_tokens in zip(questions, tokens, strict=True):
+            # Check the length here, because transformers would continue beyond the model's last position.
+            if models.target.max_length is not None and len(prompt_tokens) + max_new_tokens > models.target.max_length:
                 raise ValueError(
                     f"{question.place}: expected a prompt and new tokens within the {models.target.max_length} that "
-                    f"the target reads, got {len(own)} + {max_new_tokens}"
+                    f"the target reads, got {len(prompt_tokens)} + {max_new_tokens}"
                 )
-            categories.setdefault(question.category, []).append(own)
+            categories.setdefault(question.category, []).append(prompt_tokens)
         cases = [
-            Case(_batches(own, size)[: None if by_category else 1], sampling, name)
+            Case(_batches(category_tokens, size)[: None if by_category else 1], sampling, name)
             for sampling in samplings
             for size in sizes
-            for name, own in categories.items()
+            for name, category_tokens in categories.items()
         ]
-        # On a CPU "auto" might begin to compile in the middle of a comparison.
+        # Do not use "auto" on a CPU, because it might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
         how = schedule, verify, default if compile is None else compile
         providers = make_providers(models, num_draft_tokens, *how)
@@ -185,13 +186,13 @@ def bench(
 
         def show() -> None:
             runs, comparison.runs = comparison.runs, []
-            own, together = results.as_results(runs), results.as_results(results.totals(runs))
-            if own and by_category:
-                results.print_categories(console, own, together)
-            elif own:
-                results.print_providers(console, own)
-            records.extend(own)
-            total.extend(together)
+            new_records, new_totals = results.as_results(runs), results.as_results(results.totals(runs))
+            if new_records and by_category:
+                results.print_categories(console, new_records, new_totals)
+            elif new_records:
+                results.print_providers(console, new_records)
+            records.extend(new_records)
+            total.extend(new_totals)
 
         ended_by = _run(console, comparison, show)
         interrupted = isinstance(ended_by, KeyboardInterrupt)
@@ -244,7 +245,7 @@ def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    """Refuse files that cannot be written, before anything is measured."""
+    """Raise ValueError for files that cannot be written. Called before anything is measured."""
     for name, file in (("json", json_file), ("plot", plot_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{name}: there is no folder {str(file.parent)!r}")
@@ -263,8 +264,8 @@ def _batches(prompts: Sequence[Tensor], batch_size: int) -> list[list[Tensor]]:
 
 
 def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> KeyboardInterrupt | Exception | None:
-    """Measure with a progress bar, and call `show` after each batch size of a temperature; returns the exception that
-    ended it early."""
+    """Run the comparison with a progress bar, and call `show` after each batch size of each temperature. Returns the
+    exception that ended the comparison early, or None."""
     columns = BarColumn(15), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left, {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=comparison.cost())
@@ -272,8 +273,8 @@ def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> 
         try:
             for _, runs in groupby(comparison.run(), lambda run: (run[0].temperature, run[0].batch_size)):
                 for case, label in runs:
-                    # The columns before the label take 38 places. The end of the line stays free for the "^C" of a
-                    # terminal.
+                    # Shorten the label: the columns before it take 38 characters, and two must stay free for the "^C"
+                    # of a terminal.
                     progress.update(task, completed=done, description=label[: console.width - 40])
                     done += case.cost
                 show()

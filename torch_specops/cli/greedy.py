@@ -1,4 +1,4 @@
-"""Checks greedy output: is it what the target alone would have decoded?"""
+"""Checks whether greedy output is the output that the target alone would give."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..drafts import LanguageModel
 class GreedyDifference:
     """A token that plain greedy decoding would not emit after the same tokens."""
 
-    index: int  # in the output, from 0
+    index: int  # index in the output, from 0
     token: int
     expected_token: int
-    logit_gap: float  # >= 0
+    logit_gap: float  # logit of the expected token - logit of `token`, >= 0
     rounding_bound: float  # the largest gap that float32 rounding explains
-    row: int = 0  # of the batch
+    row: int = 0  # the row in the batch
 
     @property
     def is_rounding(self) -> bool:
@@ -35,13 +35,13 @@ class GreedyDifference:
 
 
 def worst_of(differences: Sequence[GreedyDifference]) -> GreedyDifference:
-    """The difference that rounding explains least."""
+    """The difference with the largest logit gap, relative to its rounding bound."""
     return max(differences, key=lambda difference: difference.logit_gap / difference.rounding_bound)
 
 
 def verdict(differences: Sequence[GreedyDifference], is_16_bit: bool = False) -> str:
-    """ "identical", "near ties", "different", or, for 16-bit logits, "rounding", which may be either of the last
-    two."""
+    """Summarise differences as "identical", "near ties" or "different". For 16-bit logits, "rounding" stands for the
+    last two, because they cannot be told apart."""
     if not differences:
         return "identical"
     if is_16_bit:
@@ -49,32 +49,33 @@ def verdict(differences: Sequence[GreedyDifference], is_16_bit: bool = False) ->
     return "near ties" if all(difference.is_rounding for difference in differences) else "different"
 
 
-# A forward over K+1 tokens sums in another order than a forward over one token, so their float32 logits differ, by at
-# most 3e-6 of the largest logit in measurements (135M parameters, 30 layers, K up to 10). Two tokens may swap within
-# twice that; the bound leaves a factor of five for other models. A bug changes logits by far more.
+# A forward over K+1 tokens sums in another order than a forward over one token, so their float32 logits differ.
+# Measured differences are at most 3e-6 of the largest logit (135M parameters, 30 layers, K up to 10). Two tokens may
+# swap if their logits are within twice that difference. The bound leaves a factor of five for other models. A bug
+# changes logits by far more.
 ROUNDING = 3e-5
 
 
 def check_greedy(
     target: LanguageModel, input_ids: Tensor, output_tokens: Sequence[int], row: int = 0
 ) -> list[GreedyDifference]:
-    """Decode greedily, one token per forward and without the ops, and compare with `output_tokens` token by token.
+    """Decode greedily with one token per forward and without the ops, and compare each token with `output_tokens`.
 
-    After a difference the check continues with the token of `output_tokens`, so that every token is checked against the
-    tokens before it.
+    After a difference, the check continues from `output_tokens`, so that every token is checked in its real context.
 
     Args:
         input_ids: [1, P] int64, the prompt.
-        row: noted in the differences.
+        row: stored in the differences.
     """
-    return [found for found in greedy_differences(target, input_ids, output_tokens, row) if found is not None]
+    differences = greedy_differences(target, input_ids, output_tokens, row)
+    return [difference for difference in differences if difference is not None]
 
 
 @torch.inference_mode()
 def greedy_differences(
     target: LanguageModel, input_ids: Tensor, output_tokens: Sequence[int], row: int = 0
 ) -> Iterator[GreedyDifference | None]:
-    """`check_greedy`, one forward at a time: a difference or None for each token."""
+    """`check_greedy` as an iterator, with one forward for each token. Yields a difference or None for each token."""
     text = torch.cat([input_ids.to(target.device), torch.tensor([output_tokens], device=target.device).long()], 1)
     prompt_length, length = input_ids.shape[1], text.shape[1]
     target.start(1, length)
@@ -87,7 +88,8 @@ def greedy_differences(
         difference = None
         if expected_token != token:
             gap = float(logits[expected_token] - logits[token])
-            # Leave out -inf and the lowest float, with which models exclude tokens.
+            # Ignore -inf and the lowest float, which models give to excluded tokens. Such logits would make the bound
+            # useless.
             usual = logits[logits > torch.finfo(logits.dtype).min]
             bound = ROUNDING * float(usual.abs().amax())
             difference = GreedyDifference(index - prompt_length, token, expected_token, gap, bound, row)

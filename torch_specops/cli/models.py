@@ -31,14 +31,14 @@ from .loading import (
 if TYPE_CHECKING:
     from ..hf import TransformersModel
 
-# Names of drafts.
+# Values of `--draft`.
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
-# Followed by the longest match: prompt lookup as in transformers.
+# The number after this prefix is the length of the longest match. Prompt lookup then works as in transformers.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
 INT8, OWN_MTP = "int8", "mtp"
 
-# Most of the answer can be copied from the question.
+# Most of the answer can be copied from the question, so prompt lookup works well.
 PROMPT = """Here is a Python class:
 
 ```python
@@ -70,14 +70,15 @@ class Models:
 
 
 def default_num_draft_tokens(source: object) -> int:
-    """K if the user gives none: the draft's default, else 2, because each draft of a model costs a forward."""
+    """K if the user gives none: the draft's default, or 2, because each draft token of a draft model costs a
+    forward."""
     return getattr(source, "default_draft_tokens", None) or 2
 
 
 def load_models(
     console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Models, Tokenizer]:
-    """The target, the draft and the target's tokenizer; the console shows the slow parts."""
+    """Load the target, the draft and the target's tokenizer. The console shows which slow part is running."""
     check_name("target", target)
     if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")
@@ -104,7 +105,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
     if draft == PROMPT_LOOKUP:
         return Models(target, PromptLookup(), lambda count: {"prompt_lookup_num_tokens": count})
     if draft == SUFFIX_LOOKUP:
-        # With a memory, later rounds would find the output of the first. Assisted generation has only prompt lookup.
+        # Turn the memory off, because later rounds would find the output of the first round in it. transformers has no
+        # suffix lookup, so compare with its prompt lookup.
         return Models(target, SuffixLookup(memory=0), lambda count: {"prompt_lookup_num_tokens": count})
     if draft.startswith(TRANSFORMERS_LOOKUP):
         longest = _number_after(TRANSFORMERS_LOOKUP, "the longest match", draft)
@@ -126,10 +128,11 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
         return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
-        # transformers supports the MTP layers of some families, and drafts once with each layer.
+        # transformers drafts exactly one token with each MTP layer, so it can be compared only if K is the number of
+        # layers.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
-        own = MTP.from_pretrained(target)
-        return Models(target, own, lambda count: {"use_mtp": True} if count == depth else None)
+        mtp = MTP.from_pretrained(target)
+        return Models(target, mtp, lambda count: {"use_mtp": True} if count == depth else None)
     smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
     return Models(target, smaller, lambda count: {"assistant_model": smaller})
 
@@ -152,7 +155,7 @@ def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -
 
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
-    """A spinner while files are read. A download has its own progress bars, which a spinner would hide."""
+    """Show a spinner while files are read, but not for a download, because the spinner would hide its progress bars."""
     is_here = name in (INT8, OWN_MTP) or name.startswith(NGRAM)
     is_here = is_here or is_folder(name.removeprefix(EAGLE3).removeprefix(DFLASH))
     return console.status(f"loading {name}") if is_here else nullcontext()
@@ -165,6 +168,6 @@ def encode(tokenizer: Tokenizer, prompt: str) -> Tensor:
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The template already contains special tokens.
+    # Add no special tokens after a chat template, because it already contains them.
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
     return encoded["input_ids"]

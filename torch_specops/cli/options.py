@@ -31,7 +31,7 @@ Target = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        # typer 0.27.0 to 0.27.3 mistake the metavar DRAFT, the name in capitals, for the option itself.
+        # Do not use the metavar DRAFT, because typer 0.27.0 to 0.27.3 mistake it for the option itself.
         metavar="NAME",
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
@@ -94,21 +94,21 @@ def new_console() -> Console:
 
 
 def compute_on(device: str, threads: int | None) -> torch.device:
-    """The device of this name; sets torch's CPU threads, unless they are None."""
+    """Return the device with this name. Also sets torch's number of CPU threads, unless `threads` is None."""
     if threads is not None:
         checks.check_int("threads", threads, 1)
         torch.set_num_threads(threads)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    found = torch.device(device)
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: torch finds {torch.cuda.device_count()} CUDA devices, so there is no {device!r}")
-    return found
+    return torch_device
 
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """Restores torch's number of CPU threads on exit."""
+    """Restore torch's number of CPU threads on exit."""
     num_threads = torch.get_num_threads()
     try:
         yield
@@ -118,7 +118,7 @@ def threads_restored() -> Iterator[None]:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Prints errors that the user can fix in one line, and ends the command with exit code 2."""
+    """Print errors that the user can fix as one line, and end the command with exit code 2."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:

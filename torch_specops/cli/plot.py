@@ -25,7 +25,7 @@ def plot_providers(results: Sequence[Record], file: Path) -> None:
         colours = ["tab:blue" if name.startswith(SPECULATIVE) else "tab:gray" for name in names]
         bars = panel.barh(names, [row["tokens_per_second"] for row in rows], color=colours)
         panel.bar_label(bars, fmt="%.1f", padding=3)
-        # Room for the numbers.
+        # Leave room for the numbers beside the bars.
         panel.margins(x=0.15)
         panel.invert_yaxis()
         panel.set_title(title, loc="left", fontsize="medium")
@@ -35,8 +35,9 @@ def plot_providers(results: Sequence[Record], file: Path) -> None:
 
 
 def plot_categories(records: Sequence[Record], file: Path) -> None:
-    """Plot the speed over the fastest way without a draft: a panel for each temperature, with a group of bars for each
-    category and a bar for each batch size. A black line marks the fastest assisted generation."""
+    """Plot the speed relative to the fastest provider without a draft. There is a panel for each temperature, with a
+    group of bars for each category and a bar for each batch size. A black line marks the fastest assisted
+    generation."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -53,11 +54,11 @@ def plot_categories(records: Sequence[Record], file: Path) -> None:
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize="medium")
         same = (each for each in records if (each["temperature"], each["batch_size"]) == (temperature, size))
         for ways in by_category(same):
-            own, assisted = ways[-1], fastest(ways, (ASSISTED,))
-            left = categories.index(own["category"]) + index * width - 0.4
+            specops, assisted = ways[-1], fastest(ways, (ASSISTED,))
+            left = categories.index(specops["category"]) + index * width - 0.4
             colour = colormaps["viridis"]((index + 0.5) / len(sizes))
             bar = {"width": 0.9 * width, "align": "edge", "color": colour, "zorder": 2}
-            legend[f"batch {size}"] = panel.bar(left, own["speedup_over_undrafted"], **bar)
+            legend[f"batch {size}"] = panel.bar(left, specops["speedup_over_undrafted"], **bar)
             if assisted is not None:
                 height = assisted["speedup_over_undrafted"]
                 line = panel.hlines(height, left, left + 0.9 * width, color="black", linewidth=2, zorder=3)

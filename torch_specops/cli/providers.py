@@ -1,6 +1,7 @@
-"""The ways to decode that are compared: transformers without and with the draft, and this package without and with it.
+"""The providers are the ways to decode that the benchmark compares: transformers and this package, both without and
+with the draft.
 
-All decode the same number of tokens and do not stop at an eos.
+All providers decode the same number of tokens, and do not stop at an eos token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SPECULATIVE = "specops"
 
 @dataclass(frozen=True)
 class Answer:
-    """The new tokens of each row, and this package's statistics, None for transformers."""
+    """The new tokens of each row, and the statistics of this package (None for transformers)."""
 
     tokens: list[list[int]]
     stats: GenerationStats | None = None
@@ -37,14 +38,15 @@ class Provider:
     """One way to decode."""
 
     name: str
-    # Takes input_ids [B, P] and attention_mask [B, P], padded on the left, max_new_tokens, how to sample, and a seed.
+    # The arguments are input_ids [B, P] and attention_mask [B, P], padded on the left; max_new_tokens; sampling
+    # parameters; and a seed.
     decode: Callable[[Tensor, Tensor, int, SamplingParams, int], Answer]
-    # The models that it calls, the target first.
+    # The models that the provider calls, the target first.
     modules: tuple[nn.Module, ...]
     compiled: bool = False
-    # It takes one prompt at a time.
+    # Whether the provider takes only one prompt at a time.
     single: bool = False
-    # The target's forwards also draft, so that their number is not the number of steps.
+    # Whether some forwards of the target only draft. If so, the number of forwards is not the number of steps.
     drafts_with_target: bool = False
 
 
@@ -77,8 +79,8 @@ def make_providers(
 
 
 def refusal(provider: Provider) -> str | None:
-    """The reason why transformers refuses to decode in this way for any prompt; None if it does not. Its assisted
-    generation takes no model that keeps a recurrent state."""
+    """The reason why transformers refuses every prompt of this provider, or None. For example, assisted generation
+    takes no model that keeps a recurrent state."""
     device = next(provider.modules[0].parameters()).device
     token = torch.ones(1, 1, dtype=torch.int64, device=device)
     try:
@@ -89,7 +91,7 @@ def refusal(provider: Provider) -> str | None:
 
 
 def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, options: dict[str, Any]) -> Provider:
-    # Pass the model instead of its adapter, so that each decoder has its own cache.
+    # Pass the model instead of its adapter, so that each decoder has a separate cache.
     decoder = SpeculativeDecoder(target, draft, **options)
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
@@ -100,7 +102,7 @@ def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, op
         return Answer([output.new_tokens(row) for row in range(ids.shape[0])], output.stats)
 
     drafting = getattr(getattr(decoder.draft, "model", None), "model", None)
-    # Early exit may draft with the target itself.
+    # With early exit, the drafting model may be the target itself, which must be listed only once.
     modules = (target, drafting) if isinstance(drafting, nn.Module) and drafting is not target else (target,)
     return Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
 
@@ -110,12 +112,14 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
     top-k or penalties.
 
     Args:
-        fields: arguments that make it assisted; none without a draft.
-        assistant_config: the drafting model's generation config besides transformers' defaults.
+        fields: the arguments for assisted generation; empty without a draft.
+        assistant_config: fields of the drafting model's generation config; the other fields have transformers'
+            defaults.
     """
     assistant = fields.get("assistant_model")
     modules = (target,) if assistant is None else (target, assistant)
-    # Without an assistant the target drafts for itself, so the config of the last module is always the assistant's.
+    # The last module drafts: it is the assistant, or the target if there is no assistant. So it gets
+    # `assistant_config`.
     configs = [{}, assistant_config][-len(modules) :]
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:
@@ -124,11 +128,12 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
         if asked["do_sample"]:
             asked |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             asked["min_p"] = sampling.min_p or None
-        # `generate` reads from these configs what its arguments leave out.
+        # Replace the generation configs, because `generate` takes from them every setting that is not among its
+        # arguments.
         for model, config in zip(modules, configs, strict=True):
             old = model.generation_config
             model.generation_config = type(old)(pad_token_id=old.pad_token_id or 0, **config)
-        # transformers calls the assistant with arguments that it then warns are deprecated.
+        # Hide warnings: transformers calls the assistant with deprecated arguments, and then warns of them.
         with log_messages_off():
             output = target.generate(input_ids=ids, attention_mask=mask, **asked)
         return Answer(output[:, ids.shape[1] :].tolist())

@@ -15,7 +15,7 @@ from .comparison import Run
 from .greedy import GreedyDifference, worst_of
 from .providers import ASSISTED, GENERATE, PLAIN
 
-# (header, key of a result, format, factor). A column without values is left out.
+# Columns of a table: (header, key of a record, format, factor). A column without values is left out.
 COLUMNS = (
     ("tok/s", "tokens_per_second", ".1f", 1),
     ("/gen", "speedup", ".2f", 1),
@@ -25,10 +25,11 @@ COLUMNS = (
     ("ms/st", "outside_seconds_per_step", ".2f", 1e3),
     ("MB", "peak_memory_bytes", ".0f", 1e-6),
 )
-# The positions of drafts whose acceptance is shown by category. With more of them a table may be wider than 80 columns.
+# A table of categories shows the acceptance of drafts at these positions. More positions would make it wider than 80
+# columns.
 PLACES = (1, 2, 4, 8)
 NAME_WIDTH = 15
-# How the output compares: the mark after a row, and its meaning.
+# For each verdict on an output: the mark at the end of its table row, and the meaning of the mark.
 MARKS = {
     "identical": ("=", "identical to plain greedy decoding"),
     "near ties": ("~", "identical but where two logits are closer than float32 rounding"),
@@ -43,7 +44,7 @@ CATEGORIES_LEGEND = """undrafted, asst, specops: new tokens per second, prompts 
 undrafted: the faster of transformers generate (t) and specops, no draft (s)
 asst: the fastest assisted generation of transformers; /best: over undrafted
 len: tokens per step; 1, 2, ...: percent accepted of the 1st, 2nd, ... drafts"""
-# The ways to decode without a draft.
+# The names of the providers without a draft.
 UNDRAFTED = (GENERATE, PLAIN)
 
 Record = dict[str, Any]
@@ -57,15 +58,15 @@ def totals(runs: Sequence[Run]) -> list[Run]:
 
 
 def as_results(runs: Sequence[Run]) -> list[Record]:
-    """Records of the runs, for each provider and case, with speedups within the case: over transformers' `generate`,
-    over the fastest assisted generation, and over the fastest way without a draft."""
+    """Make a record for each provider and case. A record has speedups within its case: over transformers' `generate`,
+    over the fastest assisted generation, and over the fastest provider without a draft."""
     cases: dict[tuple[object, ...], dict[str, list[Run]]] = {}
     for run in runs:
         case = cases.setdefault((run.case.temperature, run.case.batch_size, run.case.category), {})
         case.setdefault(run.provider.name, []).append(run)
     results = []
     for case in cases.values():
-        records = [_record(own) for own in case.values()]
+        records = [_record(provider_runs) for provider_runs in case.values()]
         for key, names in (
             ("speedup", (GENERATE,)),
             ("speedup_over_assisted", (ASSISTED,)),
@@ -122,8 +123,8 @@ def worst_verdict(verdicts: Iterable[str | None]) -> str | None:
 
 
 def fastest(records: Sequence[Record], names: tuple[str, ...]) -> Record | None:
-    found = [record for record in records if record["provider"].startswith(names)]
-    return max(found, key=lambda record: record["tokens_per_second"], default=None)
+    candidates = [record for record in records if record["provider"].startswith(names)]
+    return max(candidates, key=lambda record: record["tokens_per_second"], default=None)
 
 
 def by_category(results: Iterable[Record]) -> list[list[Record]]:
@@ -135,8 +136,8 @@ def title_of(result: Record) -> str:
 
 
 def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], gap: int) -> None:
-    """Print a table without lines, names in the first column and numbers in the others, in its full width: a narrower
-    terminal breaks its lines, where rich would cut off digits."""
+    """Print a table without rules, with names in the first column and numbers in the others. The table is printed in
+    its full width, so that a narrow terminal breaks the lines and rich does not cut off digits."""
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, gap), header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True, overflow="crop")
@@ -147,7 +148,7 @@ def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequen
 
 
 def print_providers(console: Console, results: Sequence[Record]) -> None:
-    """The table of one temperature and batch size, with a row per provider."""
+    """Print the table of one temperature and batch size, with a row for each provider."""
     columns = [column for column in COLUMNS if any(row[column[1]] is not None for row in results)]
     rows = []
     for row in results:
@@ -160,7 +161,7 @@ def print_providers(console: Console, results: Sequence[Record]) -> None:
 
 
 def print_categories(console: Console, results: Sequence[Record], totals: Sequence[Record]) -> None:
-    """The table of one temperature and batch size, with a row for each category."""
+    """Print the table of one temperature and batch size, with a row for each category."""
     num_drafted = max(len(result["acceptance_rate_per_position"]) for result in results)
     places = [place for place in PLACES if place <= num_drafted]
     headers = "category", "undrafted", "asst", "len", "specops", "/best", "len", *map(str, places), ""
@@ -171,7 +172,7 @@ def print_categories(console: Console, results: Sequence[Record], totals: Sequen
 
 
 def _print_drafting(console: Console, ways: Sequence[tuple[str, Record]]) -> None:
-    """Print a line about the schedule for each name and record."""
+    """For each name and record, print a line with the number of drafts that the schedule chose."""
     for name, way in ways:
         if way["acceptance_rate"] is not None:
             drafts, without = way["drafts_per_step"], way["steps_without_drafts"]
@@ -179,17 +180,17 @@ def _print_drafting(console: Console, ways: Sequence[tuple[str, Record]]) -> Non
 
 
 def _category_cells(ways: Sequence[Record], places: Sequence[int]) -> list[str]:
-    # This package with its draft is the last of the providers.
-    undrafted, assisted, own = fastest(ways, UNDRAFTED), fastest(ways, (ASSISTED,)), ways[-1]
+    # The last provider is this package with its draft.
+    undrafted, assisted, specops = fastest(ways, UNDRAFTED), fastest(ways, (ASSISTED,)), ways[-1]
     assert undrafted is not None
-    name, letter = own["category"], "s" if undrafted["provider"].startswith(PLAIN) else "t"
-    (speed, length), rates = _speed_and_length(own), own["acceptance_rate_per_position"]
+    name, letter = specops["category"], "s" if undrafted["provider"].startswith(PLAIN) else "t"
+    (speed, length), rates = _speed_and_length(specops), specops["acceptance_rate_per_position"]
     return [
         name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 2] + "..",
         f"{undrafted['tokens_per_second']:.1f} {letter}",
         *_speed_and_length(assisted),
         speed,
-        f"{own['speedup_over_undrafted']:.2f}",
+        f"{specops['speedup_over_undrafted']:.2f}",
         length,
         *(f"{100 * rates[place - 1]:.0f}" if place <= len(rates) else "-" for place in places),
         MARKS[worst_verdict(way["greedy"] for way in ways)][0],
@@ -204,11 +205,11 @@ def _speed_and_length(way: Record | None) -> tuple[str, str]:
 
 
 def print_legend(console: Console, legend: str, results: Sequence[Record], totals: Sequence[Record]) -> None:
-    """The meaning of the columns and marks, and the times of compiling."""
+    """Print the meaning of the columns and marks, and the times of compiling."""
     console.print(f"\n{legend}")
-    found = {result["greedy"] for result in results}
+    verdicts = {result["greedy"] for result in results}
     for verdict, meaning in MARKS.items():
-        if verdict in found:
+        if verdict in verdicts:
             console.print(": ".join(filter(None, meaning)))
     for result in totals or results:
         if result["compile_seconds"]:
@@ -217,7 +218,7 @@ def print_legend(console: Console, legend: str, results: Sequence[Record], total
 
 
 def print_differences(console: Console, results: Sequence[Record], decode_text: Callable[[list[int]], str]) -> None:
-    """A line for each result that differs from plain greedy decoding."""
+    """Print a line for each result that differs from plain greedy decoding."""
     for result in results:
         differences = [GreedyDifference(**each) for each in result["differences"]]
         if differences:

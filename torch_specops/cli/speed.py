@@ -1,5 +1,5 @@
-"""Is decoding faster with a draft? Runs with it and without it take turns, on a number of threads that short trials
-choose."""
+"""Measures whether decoding is faster with a draft. Runs with the draft and without it take turns. Short trials choose
+the number of threads."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from .greedy import GreedyDifference, greedy_differences
 if TYPE_CHECKING:
     from ..hf import TransformersModel
 
-# Timed runs of each way to decode.
+# The number of timed runs with the draft, which is also the number of timed runs without it.
 ROUNDS = 3
-# A trial of a number of threads takes at least this long.
+# Each trial of a number of threads lasts at least this long.
 TRIAL_SECONDS = 0.1
-# The runs agree if the largest ratio of two neighbours is less than this times the smallest.
+# Each pair of runs gives a speed ratio. If some ratios are above 1 and some below, and the largest is this many times
+# the smallest, the machine is too busy to compare speeds.
 AGREEMENT = 1.25
 
 Key = TypeVar("Key")
 
 
 def take_turns(runs: Mapping[Key, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[Key, list[float]]:
-    """The seconds of each run in every round. Runs are called in turn, so that a change in the machine's load affects
-    all of them. Every other round is reversed, because the first call finds the CPU's caches in another state.
+    """Time every run in every round. Returns the seconds of each run. Runs are called in turn, so that a change in the
+    machine's load affects all of them. Every second round has the reverse order, because the first call of a round
+    finds the CPU's caches in another state.
 
     Args:
         runs: called with the number of the round, which is negative in a warm-up.
-        warm_up: the most rounds that do not count; at most a quarter of `rounds`.
+        warm_up: the number of rounds before the rounds that count, but at most a quarter of `rounds`.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     for i in range(-min(warm_up, rounds // 4), rounds):
@@ -65,14 +67,14 @@ def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
         torch.set_num_threads(num_threads)
         started, reads = time.perf_counter(), 0
         while (seconds := time.perf_counter() - started) < TRIAL_SECONDS:
-            # Read as many tokens as a step with drafts, then one, as a step without drafts.
+            # Read as many tokens as a step with drafts, then one token, like a step without drafts.
             target.start(1, width)
             target.forward(tokens[:, :-1], positions[:, :-1])
             target.forward(tokens[:, -1:], positions[:, -1:])
             reads += 1
         return seconds / reads
 
-    # The first read may load the weights from the disk.
+    # Do not time the first forward, because it may load the weights from the disk.
     trial(1, -1)
     runs = {count: partial(trial, count) for count in (1, present)}
     seconds = take_turns(runs, 1)
@@ -83,7 +85,8 @@ def use_fast_threads(target: LanguageModel, num_draft_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds per token with the draft and without it. The i-th runs of both were neighbours in time."""
+    """Seconds per token with the draft and without it. The i-th run with the draft and the i-th run without it ran one
+    after the other."""
 
     with_draft: Sequence[float]
     without_draft: Sequence[float]
@@ -98,7 +101,8 @@ class Speeds:
         return max(self._ratios) < 1
 
     def verdict(self) -> str:
-        """A sentence that says which is faster only if all neighbours agree."""
+        """A sentence about the speed. Decoding with the draft is called faster or slower only if all pairs of runs
+        agree."""
         least, most = min(self._ratios), max(self._ratios)
         fastest = f"{min(self.without_draft) / min(self.with_draft):.2f} times as fast"
         shown = f"{least:.2f} to {most:.2f} in {len(self._ratios)} pairs of runs"
@@ -114,19 +118,19 @@ class Speeds:
 def compare_speeds(
     target: TransformersModel, decoder: SpeculativeDecoder, input_ids: Tensor, tokens: Sequence[int]
 ) -> tuple[Speeds | None, list[GreedyDifference]]:
-    """Decode the decoder's greedy output again, with the draft and without it in turns. Without it, each turn is a part
-    of `check_greedy`. Reading the prompt is not timed.
+    """Decode the decoder's greedy output again, with the draft and without it in turns. A turn without the draft runs
+    the next part of `greedy_differences`. The prefill is not timed.
 
     Args:
-        decoder: has run before, so that no cost of a first call is timed.
-        tokens: the output. If it is so short that one step may emit it, there are no speeds.
+        decoder: it must have run before, so that the costs of a first call are not timed.
+        tokens: the output of the decoder. If it is so short that one step may emit it, the speeds are None.
     """
-    # Imports transformers, for which `--help` must not wait.
+    # Import here, because `hf` imports transformers, for which `--help` must not wait.
     from ..hf import language_model
 
-    # Use a separate cache, which the decoder's turns do not change.
+    # Use an adapter with a separate cache, so that runs of the decoder do not change it.
     checked = greedy_differences(language_model(target.model), input_ids, tokens)
-    found = list(islice(checked, 1))
+    differences = list(islice(checked, 1))
     part = (len(tokens) - 1) // ROUNDS
 
     def with_draft(index: int) -> float:
@@ -138,11 +142,11 @@ def compare_speeds(
 
     def without_draft(index: int) -> float:
         started = time.perf_counter()
-        found.extend(islice(checked, part))
+        differences.extend(islice(checked, part))
         return (time.perf_counter() - started) / part
 
     speeds = None
     if part > 0 and len(tokens) > 1 + max(decoder.schedule.buckets):
         speeds = Speeds(*take_turns({"with": with_draft, "without": without_draft}, ROUNDS).values())
-    found.extend(checked)
-    return speeds, [each for each in found if each is not None]
+    differences.extend(checked)
+    return speeds, [difference for difference in differences if difference is not None]

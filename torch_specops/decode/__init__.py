@@ -1,4 +1,4 @@
-"""The decoding loop: `generate`, and the reusable `SpeculativeDecoder` behind it."""
+"""The decoding loop: `generate`, and the class `SpeculativeDecoder`, which it uses."""
 
 from .decoder import SpeculativeDecoder, generate
 from .output import GenerationOutput, GenerationStats, Step, TopLogprobs

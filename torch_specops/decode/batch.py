@@ -1,4 +1,4 @@
-"""The rows of a batch: prompts are admitted to them, steps append tokens, and rows end."""
+"""A batch of rows: admits prompts to free rows, runs steps that append tokens, and ends finished rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from .rows import BatchRules, ask_row_rules
 from .state import Texts, moved, shapes_of
 from .step import StepPlan, unpack_record
 
-# Per row: the tokens that a step emitted, the drafts accepted, the drafts proposed, and whether the row has ended.
+# For each row: its emitted tokens, the number of accepted drafts and of proposed drafts, and whether it has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
 
 
 class KeptLogits(Protocol):
-    """Gets the target's logits [B, K+1, V] of each eager step, and then the number of tokens that each row emitted."""
+    """Receives the target's logits [B, K+1, V] of each eager step (`push`), then the number of tokens that each row
+    emitted (`keep`)."""
 
     def push(self, logits: Tensor) -> None: ...
 
@@ -41,20 +42,20 @@ class KeptLogits(Protocol):
 
 
 class Batch:
-    """A batch of rows: their tensors, and the host's copy of their tokens from the records read so far. On CUDA the
-    device may be one step ahead of the host.
+    """The rows of a batch: their tensors on the device, and a copy of their tokens on the host. The host gets the
+    tokens from the records of steps. On CUDA the device may be one step ahead of the host.
 
     Args:
         steps: runs the steps.
         schedule: chooses the number of drafts.
-        prompts: the first sequences. A finished row is free.
-        capacity: slots of each row.
-        batch_rules: rules that judge all rows together and end them; None = there are none.
-        logits: keeps the target's logits; None = they are not kept.
+        prompts: the first sequences. A row that is finished from the start is free.
+        capacity: the number of slots of each row.
+        batch_rules: rules that look at all rows together and may end them; None = no such rules.
+        logits: receives the target's logits; None = they are not needed.
 
     Attributes:
         rows: the sequences.
-        state: their tensors.
+        state: the tensors of the sequences.
         stats: counts and times.
     """
 
@@ -79,20 +80,23 @@ class Batch:
         self._logits = logits
         self._is_refilled = False
         self._pad_token_id = prompts.pad_token_id
-        # The sequences that were admitted one by one.
+        # The sequences that `fill` has admitted.
         self._texts = Texts()
-        # The length of every row if the next step must read the prompts too; None = the target has read them.
+        # None = the target has read the prompts. Otherwise the next step reads them, and this is the common length of
+        # all rows.
         self._prefill_length: int | None = None
-        # The number of steps without drafts since the last step with drafts.
+        # Steps without drafts since the last step with drafts. The draft has not read the tokens of these steps.
         self._num_undrafted = 0
-        # Whether the next step is compiled. Steps run eagerly while a sequence needs more than `ROOM`.
+        # Whether the next step is compiled. Steps run eagerly while a request needs larger tensors than `state.ROOM`
+        # allows.
         self._is_compiled = steps.compiled
-        # The results of a step that was read early, because the next step's masks depend on its tokens.
+        # Bitmasks depend on the newest tokens, so `_masks` may read a record early. The results wait here for
+        # `_collect`.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
-        # Rows with inputs besides their tokens.
+        # Rows whose prompts came with encoder inputs or images.
         self._rows_with_inputs = set(range(len(self.rows))) if inputs else set()
-        # Steps do not depend on the sizes of images.
+        # Leave images out of `_input_shapes`, because the shapes of a step do not depend on the sizes of images.
         has_images = inputs is not None and self._target.reads_images
         self._input_shapes = None if inputs is None or has_images else shapes_of(inputs)
         sampling = replace(prompts.state.sampling, coupled=steps.verify.op == "gumbel")
@@ -108,11 +112,11 @@ class Batch:
         """Prefill the models.
 
         Args:
-            reads_first: prefill before the first step, not in it.
+            reads_first: whether the target must read the prompts here. Otherwise it may read them in the first step.
         """
         steps, target, draft = self._steps, self._target, self._draft
         if draft is not None:
-            # Another decoder may have bound it in between.
+            # Bind again, because another decoder may have bound this draft to its target since the last call.
             draft.bind(target)
         steps.follow_models()
         target.expect(steps.most_drafts + 1)
@@ -129,7 +133,7 @@ class Batch:
             read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)
             self._prefill_length = None
         else:
-            # In eager mode, prompts of one length are read together with the first drafts, which saves a forward.
+            # Let the first step read prompts of equal length together with the drafts, which saves a forward.
             begin_texts(target, state.lengths)
             self._prefill_length = max(lengths)
         steps.compile_draft(is_compiled=self._is_compiled)
@@ -143,8 +147,8 @@ class Batch:
         """Prefill the models again, after another batch has used them.
 
         Raises:
-            RuntimeError: an unfinished row had inputs besides its tokens, which are not kept; or the vocabulary has
-                shrunk.
+            RuntimeError: an unfinished row had encoder inputs or images, which are not kept; or the target's vocabulary
+                has shrunk.
         """
         if any(not self.rows[index].ended for index in self._rows_with_inputs):
             raise RuntimeError(
@@ -157,8 +161,8 @@ class Batch:
         self.stats.prefill_seconds += time.perf_counter() - started
 
     def check_vocabulary(self) -> None:
-        """Raise RuntimeError if the target's vocabulary has shrunk and a row is unfinished. Called after each look at
-        the models."""
+        """Raise RuntimeError if the target's vocabulary has shrunk and a row is unfinished. Called whenever the target
+        may have changed."""
         before, self._vocab_size = self._vocab_size, self._target.vocab_size
         if self._vocab_size < before and not all(self.finished):
             raise RuntimeError(f"target: expected its {before} tokens until the texts end, got {self._vocab_size}")
@@ -175,7 +179,7 @@ class Batch:
         """Begin new sequences in rows that have ended, and prefill their prompts.
 
         Args:
-            texts: row -> its new prompt, as a batch of one.
+            texts: maps each row to its new prompt, a batch of one.
         """
         started, draft = time.perf_counter(), self._draft
         self._is_refilled = True
@@ -191,7 +195,7 @@ class Batch:
         self.stats.prefill_seconds += time.perf_counter() - started
 
     def _fit(self) -> None:
-        """Give the state the eos tokens and the sampling of the sequences in its rows."""
+        """Update the eos tokens and the sampling parameters in the state to those of the sequences in its rows."""
         state, fits = self._texts.fitted(self.state, self._steps.compiled)
         if state is None:
             return
@@ -211,7 +215,7 @@ class Batch:
         self._steps.keep_valid_graphs()
 
     def follow_models(self) -> bool:
-        """Adapt to models that have changed, after a look at them. Returns whether any has."""
+        """Adapt to changes of the models that `Guard.look` found. Returns whether a model has changed."""
         has_changed = self._steps.follow_models()
         if has_changed:
             self._steps.compile_draft(is_compiled=self._is_compiled)
@@ -225,24 +229,24 @@ class Batch:
         self._texts.end([index])
 
     def _end_row(self, index: int, length: int) -> None:
-        """Cut a row to this length, and end it, without waiting for the device."""
+        """Cut a row to `length` tokens and end it, without waiting for the device."""
         self.state.lengths[index].fill_(length)
         self.state.finished[index].fill_(True)
 
     def copy_logprobs(self, index: int, logprobs: Tensor, top: TopLogprobs) -> None:
         """Copy log-probabilities of a row's new tokens to tensors [n] and [n, N], if the batch computes them."""
         state, row = self.state, self.rows[index]
-        for copy, kept in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
-            if kept is not None:
-                copy.copy_(kept[index, len(row.prompt) : row.length])
+        for copy, computed in zip((logprobs, *top), (state.logprobs, state.top_tokens, state.top_values), strict=True):
+            if computed is not None:
+                copy.copy_(computed[index, len(row.prompt) : row.length])
 
     def step(self) -> Step:
-        """Launch a step; returns the oldest step that was not yet returned."""
+        """Launch a step. Returns the oldest step that has not been returned yet."""
         self._fit()
         results = None
         while results is None:
             planned = self._plan()
-            # The time of a step excludes compilation and the caller's work between two steps.
+            # Start the clock here: the time of a step excludes compilation and the caller's work between two steps.
             started = time.perf_counter()
             self._launch(planned)
             results = self._collect()
@@ -265,14 +269,14 @@ class Batch:
             if not is_compiled:
                 return planned
             if planned.asked.asks_again:
-                # Fewer drafts may be verified than were looked up.
+                # Compile the smallest step too, because the schedule may verify fewer drafts than are looked up.
                 self._prepare(min(steps.buckets), planned.is_masked)
             if not self._prepare(planned.num_draft_tokens, planned.is_masked):
                 return planned
             seconds = steps.ready[planned.num_draft_tokens, planned.is_masked]
             if seconds is None:
                 return planned
-            # Now that the step's time is measured, the schedule may plan another.
+            # Capturing has measured the step's time. Tell the schedule, which may now choose another number of drafts.
             self._planner.learn_time(planned, seconds)
 
     def _prepare(self, num_draft_tokens: int, is_masked: bool) -> bool:
@@ -285,21 +289,21 @@ class Batch:
         return True
 
     def _catch_up(self) -> None:
-        """Let the draft read the tokens of steps without drafts before it reads later tokens."""
+        """Let the draft read the tokens that steps without drafts have emitted."""
         state, draft = self.state, self._draft
         if draft is not None and self._num_undrafted > 0:
             draft.catch_up(state.tokens, readable_lengths(draft, state.tokens, state.lengths), self._num_undrafted)
         self._num_undrafted = 0
 
     def _launch(self, planned: PlannedStep) -> None:
-        """Begin a step. On CUDA it runs asynchronously."""
+        """Begin a step. On CUDA the step runs asynchronously."""
         started, steps = time.perf_counter(), self._steps
         is_compiled, num_draft_tokens = planned.asked.is_compiled, planned.num_draft_tokens
         if num_draft_tokens > 0:
             planned.caught_up = self._num_undrafted > 0
             self._catch_up()
         else:
-            # Rows that are too long for the draft need no catching up.
+            # Do not count steps in which all rows are too long for the draft, because it need not read their tokens.
             self._num_undrafted += not self._planner.is_outgrown
         may_choose = planned.asked.asks_again if is_compiled else not self._is_cuda
         plan = StepPlan(
@@ -319,15 +323,16 @@ class Batch:
         self._prefill_length = None
 
     def _collect(self) -> RowResults | None:
-        """The results of the oldest step that was launched and not yet collected; None if it is too early."""
+        """The results of the oldest step that was launched and not yet collected. On CUDA, None if this is the newest
+        step, because the host reads results one step late."""
         results, self._read_early = self._read_early, None
         if results is None and (read := self._reader.pop()) is not None:
             results = self._read(*read)
         return results
 
     def _masks(self, is_compiled: bool, proposal: Draft) -> tuple[Draft, Tensor]:
-        """The drafts to verify and their bitmask, for `StepPlan.masks`."""
-        # This waits for the drafts, and so for the previous step.
+        """Return the drafts to verify and their bitmask; `StepPlan.masks` calls this."""
+        # `tolist` waits for the drafts, and therefore for the previous step.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
         read = self._reader.pop(early=True)
         if read is not None:
@@ -348,13 +353,13 @@ class Batch:
         return Draft(tokens, logits, lse, proposal.matches), bitmask
 
     def _read(self, record: Tensor, planned: PlannedStep) -> RowResults:
-        """Count a step, and end the rows that it ended."""
+        """Process the record of a step: update the statistics and the rows, and end rows that have finished."""
         tokens, num_accepted, num_proposed, finished = results = unpack_record(record)
         self._planner.learn(planned, tokens, num_accepted, num_proposed)
         num_before = [len(row.tokens) for row in self.rows]
         for index, (then, row) in enumerate(zip(planned.rows, self.rows, strict=True)):
             if then is not row or row.ended:
-                # The host ended the sequence after it launched this step.
+                # Ignore the results of this row, because the host ended its sequence after the launch of this step.
                 tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
             else:
                 row.tokens += tokens[index]
@@ -376,7 +381,7 @@ class Batch:
             if self._batch_rules is not None:
                 row.num_released = min(row.num_released, self._batch_rules.num_asked)
             if self._batch_rules is not None or row.num_released - first != num_new[index]:
-                # A rule has cut tokens, or has held them back until now.
+                # Correct the counts: a rule has cut tokens of this step, or has released tokens of earlier steps.
                 self.stats.num_tokens += row.num_released - first - num_new[index]
                 tokens[index] = row.tokens[first : row.num_released]
             finished[index] = row.finished
@@ -389,7 +394,7 @@ class Batch:
                 self._draft.on_finished(self.state.tokens[ended], self.state.lengths[ended])
         return results
 
-    # Not in inference mode, because users may train on the output.
+    # Leave inference mode: users may train on the output, and autograd refuses inference tensors.
     @torch.inference_mode(False)
     def output(self) -> GenerationOutput:
         """The sequences and statistics so far."""
@@ -400,7 +405,7 @@ class Batch:
         inside = torch.arange(width, device=device) < lengths.unsqueeze(1)
 
         def up_to_end(values: Tensor | None, nothing: float) -> Tensor | None:
-            """The values up to each row's end, then `nothing`: the device may be ahead of the host."""
+            """Write `nothing` after the end of each row, because the device may be ahead of the host."""
             if values is None:
                 return None
             is_new = inside if values.dim() == 2 else inside.unsqueeze(2)
@@ -420,7 +425,7 @@ class Batch:
 
 
 def _keep_features(target: LanguageModel, draft: DraftSource | None) -> bool:
-    """Tell the target which hidden states to keep: those that the draft reads. Returns whether it keeps any."""
+    """Tell the target which hidden states to keep: those that the draft reads. Returns whether the target keeps any."""
     if draft is not None and draft.feature_layers:
         feature_model(target).keep_features(draft.feature_layers)
         return True

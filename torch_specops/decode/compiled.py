@@ -24,7 +24,7 @@ from .models import models_of, versions_of
 from .state import DecodeState, copy_state, moved, shape_of, tensors_of
 from .step import Masks, StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
 
-# The capacity of compiled steps is rounded up to a multiple of this, so that prompts of similar length share a graph.
+# Round up the capacity of compiled steps to a multiple of this, so that prompts of similar length share a graph.
 CAPACITY_MULTIPLE = 64
 
 
@@ -33,7 +33,7 @@ class StateOwner(Protocol):
 
 
 class CompiledSteps:
-    """The steps of a target and a draft. Each call is given the state of a batch.
+    """Runs the steps of a target and a draft. Each call takes the state of a batch.
 
     Args:
         target, draft, verify: the parts of a step.
@@ -43,8 +43,8 @@ class CompiledSteps:
     Attributes:
         buckets: the values of K that compiled steps have, ascending.
         compiled, compile_reason: whether steps are compiled, and why.
-        ready: (K, whether there is a bitmask) of each step that is compiled and captured -> the seconds that it takes
-            if captured, else None.
+        ready: has a key (K, whether the step has a bitmask) for each step that is ready to run. The value is the time
+            of a captured step in seconds, and None for a step that is only compiled.
     """
 
     def __init__(
@@ -67,31 +67,32 @@ class CompiledSteps:
         self._compile = compile
         self._num_eager_steps = 0
         self._pieces = CompiledPieces()
-        # What compiled pieces treat as constant.
+        # The shapes and constants of the newest state. Each combination of them has separate compiled pieces.
         self._shape: Hashable = None
-        # The state whose tensors the graphs read and write, and its owner.
+        # The graphs read and write the tensors of this state. The owner is the batch that uses it now.
         self._static: DecodeState | None = None
         self._owner: weakref.ref[StateOwner] | None = None
-        # The models' versions and compile keys at the last look.
+        # The models' versions and compile keys at the last call of `follow_models`.
         self._versions: list[Any] = []
         self._compile_keys: tuple[Hashable, ...] = ()
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
-        # The tensors that the graphs read and write, held so that no new tensor can take their addresses.
+        # Hold the tensors that the graphs read and write, so that no new tensor can take their addresses.
         self._captured: list[Tensor] = []
-        # One stream for all captures: cuBLAS keeps a workspace for every stream it was used on.
+        # Use one stream for all captures, because cuBLAS keeps a workspace for each stream.
         self._capture_stream: torch.cuda.Stream | None = None
         self.choose_compile(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs belong to a process, and the state of a batch to its caller.
-        own: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
-        return vars(self) | own | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
+        # Pickle neither the CUDA graphs, which belong to this process, nor the state, which belongs to a batch.
+        emptied: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
+        return vars(self) | emptied | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
 
     def choose_compile(self, num_new_tokens: float) -> None:
-        """Decide whether to compile, and why. Once compiled, steps stay compiled unless a model can no longer be.
+        """Decide whether to compile, and record the reason. Compiled steps stay compiled unless a model can no longer
+        be compiled.
 
         Args:
-            num_new_tokens: the most new tokens of a row in the next batch.
+            num_new_tokens: the largest number of new tokens of a row in the next batch.
         """
         models = models_of(self.target, self.draft)
         obstacle = next((why for model in models if (why := model.not_compiled)), None)
@@ -106,18 +107,19 @@ class CompiledSteps:
         )
 
     def capacity(self, longest: int) -> int:
-        """Slots for the longest sequence, and for the drafts of a step beyond it."""
+        """The number of slots per row: enough for the longest sequence plus the drafts of one step."""
         slots = longest + self.most_drafts + 1
         return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
 
     @property
     def most_drafts(self) -> int:
-        """The most drafts of a row in a step, including tokens that its grammar forces."""
+        """The largest number of drafts of a row in a step, including tokens that its grammar forces."""
         return max(*self.buckets, self.max_forced)
 
     @property
     def max_forced(self) -> int:
-        """The most forced tokens of a row in a step beyond its K drafts; only eager steps without a draft have any."""
+        """The largest number of forced tokens of a row in an eager step without a draft. For other steps it is 0: they
+        have no forced tokens beyond their K drafts."""
         return MAX_FORCED if self.draft is None and not self.compiled else 0
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
@@ -127,13 +129,14 @@ class CompiledSteps:
             )
 
     def place(self, owner: StateOwner, inputs: Hashable = None) -> DecodeState:
-        """Copy the owner's state into the state that compiled steps read and write, because graphs hold its addresses.
+        """Copy the owner's state into the static state, because CUDA graphs read and write the addresses of its
+        tensors.
 
         Args:
-            inputs: the shapes of the target's inputs besides the tokens.
+            inputs: the shapes of the target's encoder inputs.
 
         Returns:
-            The state that compiled steps use.
+            The static state, which compiled steps use.
         """
         state, before = owner.state, None if self._owner is None else self._owner()
         if before is not None and before is not owner:
@@ -141,7 +144,7 @@ class CompiledSteps:
         self._owner = weakref.ref(owner)
         shape = shape_of(state), inputs
         if shape != self._shape:
-            # Wait for the newest step, then free the graphs' memory for the new batch.
+            # A step may still use the graphs, so wait before they are freed.
             self.synchronize()
             self._forget_graphs()
         if self._static is None or shape_of(self._static) != shape_of(state):
@@ -151,16 +154,16 @@ class CompiledSteps:
         return self._static
 
     def compile_draft(self, *, is_compiled: bool) -> None:
-        """Tell a draft that compiles itself to compile for the current shape, or to run eagerly."""
-        # Ask the flag, because a source that is a module also has `nn.Module.compile`.
+        """Tell a draft that compiles itself to compile for the current shapes, or to run eagerly."""
+        # Test this flag and not whether a method `compile` exists, because every `nn.Module` has such a method.
         if self.draft is not None and self.draft.compiles_itself:
-            # If the step is one graph, the draft is compiled with it.
+            # With `one_graph`, the draft is compiled as a part of the step.
             key = self._shape, self._compile_keys
             self.draft.compile(key if is_compiled and not self.one_graph else None)
 
     def follow_models(self) -> bool:
-        """Forget the graphs if any model has changed since the last look. Compiled pieces are kept: their keys and
-        torch's guards tell models apart. Returns whether any has changed."""
+        """Forget the CUDA graphs if a model has changed since the last call. Returns whether one has changed. Compiled
+        pieces are kept, because their keys and torch's guards detect changes."""
         versions = versions_of(self.target, self.draft)
         has_changed = versions != self._versions
         if has_changed:
@@ -170,17 +173,17 @@ class CompiledSteps:
         return has_changed
 
     def keep_valid_graphs(self) -> None:
-        """Drop the CUDA graphs if any tensor that they captured was replaced. Called once the models are ready for a
-        batch: a model has a new cache if another decoder used it in between."""
+        """Drop the CUDA graphs if a tensor that they captured was replaced. Called when the models are ready for a
+        batch, because a model has a new cache if another decoder has used it."""
         if self.target.device.type != "cuda":
             return
         parts = [self.target] if self.draft is None else [self.target, self.draft]
         tensors = static_tensors_of(*parts)
         static = [part for tensor in tensors or () for part in parts_of(tensor)]
-        found = [*(tensors_of(self._static).values() if self._static is not None else ()), *static]
-        if tensors is None or [t.data_ptr() for t in found] != [t.data_ptr() for t in self._captured]:
+        in_use = [*(tensors_of(self._static).values() if self._static is not None else ()), *static]
+        if tensors is None or [t.data_ptr() for t in in_use] != [t.data_ptr() for t in self._captured]:
             self._forget_graphs()
-        self._captured = found
+        self._captured = in_use
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()
@@ -188,7 +191,7 @@ class CompiledSteps:
         self._captured = []
 
     def prepare(self, state: DecodeState, num_draft_tokens: int, masked: bool = False) -> float:
-        """Compile and capture the step for this K, with or without a bitmask; returns the seconds that took."""
+        """Compile and capture the step for this K, with or without a bitmask; returns the time spent, in seconds."""
         started, masks = time.perf_counter(), partial(all_allowed, self.target.vocab_size) if masked else None
         plan = StepPlan(num_draft_tokens, is_compiled=True, masks=masks)
         with _all_finished(state), compile_errors_named():
@@ -201,7 +204,7 @@ class CompiledSteps:
         return time.perf_counter() - started
 
     def _replay_seconds(self, step: CapturedStep, plan: StepPlan) -> float:
-        """Time a captured step. All rows must be finished, so that it changes none."""
+        """Time a captured step. All rows must be finished, so that a replay changes no row."""
         seconds = []
         for _ in range(3):
             self.synchronize()
@@ -219,8 +222,8 @@ class CompiledSteps:
         """Run one step.
 
         Returns:
-            The step's record; and the time (`time.perf_counter`) at which the drafts were ready, None if one graph
-            proposes and verifies.
+            The step's record, and the time (`time.perf_counter`) at which the drafts were ready. The time is None if
+            one graph both proposes and verifies.
         """
         self._num_eager_steps += not self.compiled
         captured = self._graphs.get((plan.num_draft_tokens, plan.masks is not None)) if plan.is_compiled else None
@@ -258,12 +261,12 @@ class CompiledSteps:
         return self._pieces.get(function, self._shape, self._compile_keys, *key)
 
     def _capture(self, state: DecodeState, plan: StepPlan) -> CapturedStep:
-        """Capture the whole step as one CUDA graph, or as two with the bitmask between them. Graphs of different steps
-        share a memory pool: they never run at the same time."""
+        """Capture a step as one CUDA graph, or as two graphs if the host makes a bitmask between them. All graphs share
+        a memory pool, because they never run at the same time."""
         stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.target.device)
         stream.wait_stream(torch.cuda.current_stream())
         pool = next(iter(self._graphs.values())).verify.pool() if self._graphs else None
-        # The context also leaves the stream if a capture fails.
+        # The `with` block restores the current stream even if a capture fails.
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step(state, plan)
@@ -279,7 +282,8 @@ class CompiledSteps:
     def _capture_in_two(
         self, state: DecodeState, num_draft_tokens: int, masks: Masks, stream: torch.cuda.Stream, pool: Any
     ) -> CapturedStep:
-        """Capture proposing and verifying as two graphs that share a memory pool; the bitmask is made in between."""
+        """Capture proposing and verifying as two graphs that share a memory pool. The host makes the bitmask between
+        their replays."""
         graph, proposal = None, self._propose(state, num_draft_tokens)
         if num_draft_tokens > 0:
             graph, proposal = capture(stream, pool, self._propose, state, num_draft_tokens)

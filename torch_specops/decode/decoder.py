@@ -1,4 +1,4 @@
-"""The decoding loop as a caller sees it: prompts or requests go in, and sequences, steps or completions come out."""
+"""The public interface of the decoding loop: the function `generate` and the class `SpeculativeDecoder`."""
 
 from __future__ import annotations
 
@@ -65,15 +65,16 @@ def generate(
     grammar: AnyGrammar = None,
     **unknown: NoReturn,
 ) -> GenerationOutput:
-    """Continue prompts with a target model, faster with a draft, and with exactly the target's law.
+    """Continue prompts with a target model, faster if there is a draft. The output has exactly the target's
+    distribution.
 
-    This makes a `SpeculativeDecoder` for one batch. For many batches use that class: it keeps its compiled code, while
-    every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
+    The function makes a `SpeculativeDecoder` for one batch. For many batches use `SpeculativeDecoder`, which keeps its
+    compiled code. Every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
 
-    Arguments, result and errors are as in `SpeculativeDecoder` and its `generate`. Only the eos and pad tokens of a
-    transformers model's generation config are used; `SamplingParams.from_generation_config` takes its temperature,
-    filters and penalties. Beam search is `torch_specops.beam.beam_search`. An interrupt loses the tokens so far; use a
-    `SpeculativeDecoder`, whose `output` returns them.
+    Arguments, result and errors are those of `SpeculativeDecoder` and its method `generate`. Only the eos and pad
+    tokens of a transformers model's generation config are used; `SamplingParams.from_generation_config` takes its
+    temperature, filters and penalties. Beam search is `torch_specops.beam.beam_search`. After an interrupt the tokens
+    so far are lost; `SpeculativeDecoder.output` would still return them.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -117,29 +118,32 @@ def generate(
 class SpeculativeDecoder:
     """Speculative decoding of batches of prompts with one target and one draft (Leviathan et al. 2023, Algorithm 1).
 
-    Every emitted token has exactly the target's law, whatever the draft; at temperature 0 the output is the target's
-    greedy continuation. The state lives on the target's device, and within a step the host never waits for it.
+    Every emitted token has exactly the target's distribution, whatever the draft. At temperature 0 the output is the
+    target's greedy continuation. The state of a batch is on the target's device, and the host does not wait for the
+    device within a step, except to ask grammars.
 
-    Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. A new batch
-    size, a new capacity (multiples of 64 without `max_length`), a change of autocast, the first row that is sampled or
-    filtered, the first sequence that outgrows the draft, and a new length of an encoder's input each compile once.
+    Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. Steps are
+    compiled once more for a new batch size, a new capacity (a multiple of 64 without `max_length`), a change of
+    autocast, or a new length of an encoder's input. Steps are also compiled once more for the first row that is sampled
+    or filtered, and for the first sequence that outgrows the draft.
 
     Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. A call prefills
-    its sequences again if another call has used its models in the meantime. Inputs besides the tokens (an encoder's,
-    images) are not kept, so such a call raises a RuntimeError instead.
+    its sequences again if another call has used its models in the meantime. Encoder inputs and images are not kept, so
+    a call that had such inputs raises a RuntimeError instead.
 
     Args:
         target: a transformers model, or a `LanguageModel`.
         draft: a smaller transformers model, a `LanguageModel`, or a `DraftSource`; None = one token per step from the
             target alone, in the same loop. A draft with a shorter context than the target stops drafting where its
             context ends. A `DraftSource` serves one decoder at a time.
-        num_draft_tokens: K >= 1, drafts per step; None = the draft's own number (`default_draft_tokens`), or 5. A
-            `Schedule` object overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step
-            uses the smallest sufficient K that is already compiled.
-        schedule: how many of the K are drafted and verified. "auto" (as many as pay, by measured times and acceptance;
-            `schedules.Auto`); "constant" (K); "heuristic" (begin with K; 2 more after a step whose drafts were all
-            accepted, otherwise 1 fewer; at most 20, or K if that is more; compiled steps round down, as
-            `schedules.Heuristic` says); or a `Schedule`. None = "auto" for deterministic drafts, otherwise "constant".
+        num_draft_tokens: K >= 1, drafts per step; None = the draft's `default_draft_tokens`, or 5. A `Schedule` object
+            overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step uses the smallest
+            sufficient K that is already compiled.
+        schedule: decides how many of the K drafts are drafted and verified in each step. "auto" (as many as pay, by
+            measured times and acceptance; `schedules.Auto`); "constant" (K); "heuristic" (begin with K; 2 more after a
+            step whose drafts were all accepted, otherwise 1 fewer; at most 20, or K if that is more; compiled steps
+            round down, as `schedules.Heuristic` says); or a `Schedule`. None = "auto" for deterministic drafts,
+            otherwise "constant".
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
             (`SamplingParams.from_generation_config` takes that). A mapping has fields of `SamplingParams`. `generate`
             can override it for one call.
@@ -148,12 +152,13 @@ class SpeculativeDecoder:
             many as "exact" on average); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities); or a
             `Verifier`, which also has the settings of lossy verification. None = "gumbel" without a draft and for
             deterministic drafts, otherwise "exact".
-        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once enough steps to pay for it
-            (about 8,000) are done or certain to follow, and never with a deterministic draft. `stats.compiled` says
-            what was done and why.
-        one_graph: compile the whole step as a single graph. It takes longer to compile: it holds K copies of the draft.
-        max_length: capacity in tokens per sequence, prompt included; None = what each call needs, rounded up if steps
-            are compiled.
+        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once about 8,000 steps are done
+            or certain to follow, enough to pay for compiling; with a deterministic draft it never compiles on a CPU.
+            `stats.compiled` says what was done and why.
+        one_graph: compile the whole step as a single graph. A single graph takes longer to compile, because it contains
+            K copies of the draft.
+        max_length: capacity in tokens per sequence, prompt included; None = as many as each call needs, rounded up if
+            steps are compiled.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
@@ -213,12 +218,12 @@ class SpeculativeDecoder:
         self._newest: Batch | Session | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A call's locks, handles, rules and grammars are not pickled.
+        # Leave out the newest batch or session, because its locks, handles, rules and grammars need not be picklable.
         return vars(self) | {"_newest": None}
 
     @property
     def compiled(self) -> bool:
-        """True if steps are compiled. Once they are, they stay compiled."""
+        """True if steps are compiled. Compiled steps stay compiled unless a model can no longer be compiled."""
         return self._compiled_steps.compiled
 
     @property
@@ -254,20 +259,20 @@ class SpeculativeDecoder:
         """Continue every prompt to its eos or limit.
 
         Args:
-            input_ids: the prompts: a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)` returns
-                them, or a column of such lists (pandas, Arrow, an array of objects); or a tensor or an array of numpy
-                [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
+            input_ids: the prompts. Either a list of lists of tokens or of tensors [P_b] int64, as `tokenizer(texts)`
+                returns them, or a column of such lists (pandas, Arrow, an array of objects). Or a tensor or a NumPy
+                array [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
                 whose `end` is called even after an error.
             attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
                 with a warning if some rows of a tensor look padded.
-            max_new_tokens: the most tokens to emit, one number or [B], >= 0; 128.
+            max_new_tokens: the most tokens to emit, one number or [B], >= 0.
             sampling: for this call; None = the decoder's.
             seed: an int, from which a 64-bit hash makes a seed for each row; or a seed for each row, int64 [B] as a
-                tensor, list or array. None draws an int. `stats.seeds` has the seeds of the rows, which reproduce the
-                output if passed as `seed`. A row with the same row seed gets the same tokens in any batch, up to the
-                rounding of the models; with "gumbel" also with any draft and schedule, otherwise with the same draft
-                and a constant schedule.
+                tensor, list or array. None draws an int. `stats.seeds` has the seeds of the rows; passed as `seed`,
+                they reproduce the output. The same row seed gives the same tokens in any batch, up to the rounding of
+                the models. With "gumbel" this holds for any draft and schedule, otherwise for the same draft and a
+                constant schedule.
             eos_token_id: a token, several, or a list for each row; () = none. None = as in the target's
                 generation config.
             pad_token_id: fills rows after their end; None = the target's, else its first eos, else 0.
@@ -276,20 +281,21 @@ class SpeculativeDecoder:
             logprobs: "raw" = `output.logprobs` has the log-probability of every new token under the softmax of the
                 target's unprocessed logits; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
-            top_logprobs: N >= 0: `output.top_logprobs` has the N most likely tokens at the position of every new token,
-                with log-probabilities of the same kind ("raw" if `logprobs` is None).
-            num_return_sequences: how many sequences each prompt gets; 1. They are adjacent rows, so arguments per row
-                have B * num_return_sequences entries.
-            stop_strings: a string or several, or a list of them for each row. Each ends a row with the token that
-                completes it, as in transformers: the string may begin in the prompt, and the token stays. None = none.
-            tokenizer: transformers' tokenizer of the text; needed for stop_strings alone.
+            top_logprobs: N >= 0; `output.top_logprobs` has the N most likely tokens at the position of every new token.
+                Their log-probabilities are of the same kind as `logprobs`, or "raw" if that is None.
+            num_return_sequences: the number of sequences of each prompt. The sequences of a prompt are adjacent rows,
+                so arguments with an entry per row need B * num_return_sequences entries.
+            stop_strings: a string or several, or a list of them for each row. A row ends with the token that completes
+                one of its strings, as in transformers: the string may begin in the prompt, and the token stays in the
+                output. None = no strings.
+            tokenizer: the target's tokenizer of transformers; only stop_strings need it.
             grammar: a `Grammar` that restricts the new tokens, or a list with a `Grammar` or None for each row. The
                 target's distribution is the softmax of its processed logits over the tokens that the grammar allows;
                 filters apply afterwards.
 
         Returns:
             `GenerationOutput`. A row whose target gave no finite logit ends there, with an entry in `errors` and a
-            warning; the other rows continue. After a KeyboardInterrupt, `output` has the tokens so far.
+            warning; the other rows continue. After a KeyboardInterrupt, `output()` returns the tokens so far.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name; a prompt and max_new_tokens beyond the target's context. A
@@ -322,7 +328,7 @@ class SpeculativeDecoder:
         batch_rules: BatchRules | None = None,
         logits: KeptLogits | None = None,
     ) -> GenerationOutput:
-        """`generate` with further rules that end rows, or with an object that keeps the target's logits."""
+        """`generate` with additional rules that end rows, and with an object that receives the target's logits."""
         with self._guard.working():
             batch, stream = self._begin(input_ids, arguments, row_rules, batch_rules, logits)
             put, end = streamer_calls(streamer, input_ids, len(batch.rows))
@@ -357,7 +363,7 @@ class SpeculativeDecoder:
     ) -> Iterator[Step]:
         """Iterate over the steps of `generate`; `output` returns the sequences so far at any time.
 
-        The arguments are as in `generate`. They are checked, and the prompts are read, before the first step.
+        The arguments are as in `generate`. All arguments are checked, and the prompts are read, before the first step.
         """
         refuse_unknown("SpeculativeDecoder.stream", unknown)
         arguments = GenerateArguments(
@@ -398,12 +404,12 @@ class SpeculativeDecoder:
     ) -> Session:
         """Serve requests that arrive over time, as in a server. One thread runs the steps; any thread may submit.
 
-        The first request that is sampled, the first that uses a given filter or processor, and the first that outgrows
-        the draft each compile once. While a row has a request with very many words or eos tokens, steps run eagerly
-        (docs/serving.md). `compile="auto"` decides in this call.
+        Steps are compiled again for the first request that is sampled, that uses a given filter or processor, or that
+        outgrows the draft. While a request in a row has very many biases, bad words or eos tokens, steps run eagerly
+        (docs/serving.md). `compile="auto"` is decided in this call.
 
         Args:
-            batch_size: how many rows there are.
+            batch_size: the number of rows.
             max_length: the most tokens that a request may have, prompt included; every row gets room for them. None =
                 the decoder's.
             logprobs, top_logprobs: as in `generate`, for all requests.
@@ -436,17 +442,18 @@ class SpeculativeDecoder:
         request.
 
         Args:
-            requests: `Request`s, or prompts [P] for requests with the defaults. Each is taken when a row is free, and
-                all rows wait for it; for a queue that may be empty, use `session`.
+            requests: `Request`s, or prompts [P] for requests with the defaults. A request is taken from the iterable
+                when a row is free. All rows wait while the iterable blocks, so use `session` for a queue that may be
+                empty.
             batch_size, logprobs, top_logprobs: as in `session`.
             max_length: as in `session`; None = the decoder's, or the length of the longest request in a list (or
                 another collection).
             progress: show a progress bar with the tokens per second (tqdm).
 
         Returns:
-            An iterator of `Completion`s in the order in which they finish. The completion of a request that `generate`
-            would refuse, that is longer than max_length, or whose target gave no finite logit has an `error`. `stats`
-            counts over all requests.
+            An iterator of `Completion`s in the order in which they finish. A completion has an `error` if `generate`
+            would refuse the request, if the request is longer than max_length, or if the target gave no finite logit.
+            `stats` counts over all requests.
 
         Raises:
             TypeError, ValueError: a wrong argument, by name.
@@ -465,7 +472,7 @@ class SpeculativeDecoder:
     def _begin(
         self, input_ids: PromptIds, arguments: GenerateArguments, row_rules: Sequence[RowRule] = (), *of_batch: Any
     ) -> tuple[Batch, Stream]:
-        """Check a call, take the models from other streams, and prefill the prompts."""
+        """Check the arguments of a call, take the models from other streams, and prefill the prompts."""
         with self._guard.working():
             self._guard.look_for_call()
             prompts = read_prompts(
@@ -479,7 +486,8 @@ class SpeculativeDecoder:
             capacity = self._compiled_steps.capacity(self.max_length or longest)
             stream = self._guard.begin_stream()
             with self._guard.computing(stream):
-                # If reading the prompts is interrupted, `output` has no batch to show.
+                # Forget the old batch first, so that `output` does not return its sequences if the prefill is
+                # interrupted.
                 self._newest = None
                 self._newest = batch = Batch(self._compiled_steps, self._schedule, prompts, capacity, *of_batch)
         return batch, stream
@@ -489,8 +497,9 @@ class SpeculativeDecoder:
 
 
 class _Steps(Iterator[Step]):
-    """The steps of a batch. After a call that the guard refuses, the next call continues; a generator would have ended.
-    Any other error or an interrupt may leave a step incomplete, and ends the stream."""
+    """Iterates over the steps of a batch. If the guard refuses a call of `next`, a later call continues the stream.
+    This is not a generator, because a generator ends when it raises. Any other error and any interrupt end the stream,
+    because they may leave a step incomplete."""
 
     def __init__(self, guard: Guard, batch: Batch, stream: Stream) -> None:
         self._guard = guard

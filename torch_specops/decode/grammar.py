@@ -1,4 +1,5 @@
-"""Asks the grammars of rows which tokens may come next, between the drafts of a step and their verification."""
+"""Asks the grammars of rows which tokens may come next. Grammars are asked in every step, after drafting and before
+verification."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from ..drafts import Draft
 from ..grammars import Grammar, num_words
 from .rows import Row
 
-# The most forced tokens of a row in a step without a draft.
+# A step without a draft verifies at most this many forced tokens per row. A forced token is the only token that the
+# grammar allows.
 MAX_FORCED = 16
 
-# The grammars that sequences have used, by `id`, because a class may compare its objects by value or not be hashable.
+# The grammars that sequences have used. The keys are ids, because a grammar may compare by value or not be hashable.
 _used: dict[int, weakref.ref[Grammar]] = {}
 _USED = "it is the state of one text, and another text has used it; make a new grammar for every row and call"
 
 
 def check_grammar(grammar: object) -> None:
-    """Raise if this is no grammar, or if another sequence has used it."""
+    """Raise if the object is not a `Grammar`, or if another sequence has used it."""
     if isinstance(grammar, type) or not isinstance(grammar, Grammar):
         raise TypeError(
             "grammar: expected a Grammar (an object with fill_bitmask, accept and rollback), as "
@@ -57,28 +59,29 @@ def masks_of(
     max_drafts: int,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The drafts to verify, and which tokens may come next at each position, after the sequence and the drafts before
-    it.
+    """The drafts to verify, and the tokens that may come next at each position of a step. The tokens before a position
+    are the sequence and the drafts before the position.
 
-    A forbidden draft of a deterministic source is dropped with the drafts after it, and forced tokens fill the free
-    positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn from
-    the residual. Without the draft the next token would be drawn from p, which would change the law.
+    If the source is deterministic, a forbidden draft is dropped with the drafts after it, and forced tokens fill the
+    free positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn
+    from the residual. If it were dropped, the next token would be drawn from p, which would change the output's
+    distribution.
 
-    If the grammar raises at a position or allows no token there, the mask of the position is empty, and the row ends
-    with an error when it gets there.
+    If the grammar raises at a position or allows no token there, the mask of that position is empty. The row ends with
+    an error when it reaches the position.
 
     Args:
-        rows: B of them.
-        drafts: the drafts of each row; they end before the first outside [0, V).
-        vocab_size: V, of the logits.
-        deterministic: whether the drafts were not sampled.
-        max_drafts: the most drafts of a row, including forced tokens.
-        width: K; None = the most drafts of any row.
+        rows: the B rows of the batch.
+        drafts: the drafts of each row; tokens from the first outside [0, V) on are ignored.
+        vocab_size: the size of the logits, V.
+        deterministic: whether the drafts come from a deterministic source, without sampling.
+        max_drafts: the largest number of drafts of a row, including forced tokens.
+        width: K; None = the largest number of drafts of any row.
 
     Returns:
-        [B, K] int64, -1 after the drafts of a row; and the bitmask [B, K + 1, ceil(V / 32)] int32; both on the CPU.
+        The drafts [B, K] int64, padded with -1, and the bitmask [B, K + 1, ceil(V / 32)] int32, both on the CPU.
     """
-    chosen = [list(own) for own in drafts]
+    chosen = [list(row_drafts) for row_drafts in drafts]
     size = max([max_drafts, *map(len, chosen)]) + 1
     bitmask = torch.full((len(rows), size, num_words(vocab_size)), -1, dtype=torch.int32, device="cpu")
     for index, row in enumerate(rows):
@@ -87,15 +90,16 @@ def masks_of(
             walk = _Walk(row, row.grammar, bitmask[index], vocab_size)
             chosen[index] = walk.drafts(chosen[index][:most], most, deterministic)
     width = max(map(len, chosen)) if width is None else width
-    tokens = torch.tensor([own + [-1] * (width - len(own)) for own in chosen], dtype=torch.int64, device="cpu")
+    padded = [row_drafts + [-1] * (width - len(row_drafts)) for row_drafts in chosen]
+    tokens = torch.tensor(padded, dtype=torch.int64, device="cpu")
     return tokens.view(len(rows), width), bitmask[:, : width + 1]
 
 
 def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
-    """Advance a row's grammar by its new tokens from number `start` on. Returns False if the grammar refuses a token:
-    the row then ends before it, with an error."""
+    """Advance a row's grammar by the row's new tokens from index `start` on. Returns False if the grammar refuses a
+    token; the row then ends before that token, with an error."""
     if start == 0 < len(row.tokens):
-        # Mark it only at the first token: until then the grammar is unused, and another call may take it.
+        # Mark the grammar only at its first token: until then it is unused, and another call may take it.
         _mark_used(grammar)
     place = start
     try:
@@ -110,7 +114,7 @@ def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
 
 
 def all_allowed(vocab_size: int, proposal: Draft) -> tuple[Draft, Tensor]:
-    """A step's drafts as they are, and a bitmask of all tokens [B, K + 1, ceil(V / 32)]."""
+    """The unchanged drafts of a step, and a bitmask [B, K + 1, ceil(V / 32)] that allows all tokens."""
     batch, num_draft_tokens = proposal.tokens.shape
     shape = batch, num_draft_tokens + 1, num_words(vocab_size)
     return proposal, torch.full(shape, -1, dtype=torch.int32, device=proposal.tokens.device)
@@ -120,7 +124,7 @@ class _Walk:
     """Advances a grammar over a row's drafts, and rolls it back.
 
     Args:
-        bitmask: [n, ceil(V / 32)] int32, ones; is written.
+        bitmask: [n, ceil(V / 32)] int32 with all bits set; the walk writes masks to it.
     """
 
     def __init__(self, row: Row, grammar: Grammar, bitmask: Tensor, vocab_size: int) -> None:
@@ -131,33 +135,33 @@ class _Walk:
         row.grammar_error = None
 
     def drafts(self, drafts: list[int], most: int, deterministic: bool) -> list[int]:
-        """The drafts to verify, `most` at most."""
-        kept: list[int] = []
+        """The drafts to verify, at most `most` of them."""
+        verified: list[int] = []
         num_accepted = 0
         try:
             if not self._row.tokens and _is_used(self._grammar):
                 raise _Contradiction(_USED)
             while True:
-                self._fill(len(kept))
-                draft = drafts[len(kept)] if len(kept) < len(drafts) else -1
+                self._fill(len(verified))
+                draft = drafts[len(verified)] if len(verified) < len(drafts) else -1
                 is_token = 0 <= draft < self._vocab_size
-                if not (is_token and self._allows(len(kept), draft)):
+                if not (is_token and self._allows(len(verified), draft)):
                     if not deterministic:
-                        return [*kept, draft] if is_token else kept
-                    drafts, draft = [], self._only_token(len(kept))
-                    if draft < 0 or len(kept) == most:
-                        return kept
-                kept.append(draft)
+                        return [*verified, draft] if is_token else verified
+                    drafts, draft = [], self._only_token(len(verified))
+                    if draft < 0 or len(verified) == most:
+                        return verified
+                verified.append(draft)
                 if draft in self._row.eos:
-                    return kept
+                    return verified
                 if not self._grammar.accept(draft):
                     raise _Contradiction(f"refuses token {draft}, which its mask allows,")
                 num_accepted += 1
         except Exception as error:
-            self._end(len(kept), error)
-            return kept
+            self._end(len(verified), error)
+            return verified
         except BaseException:
-            # An interrupt inside the grammar may have left it between two states.
+            # An interrupt may have left the grammar in the middle of a change, so no other call may use it.
             _mark_used(self._grammar)
             raise
         finally:
@@ -166,7 +170,7 @@ class _Walk:
     def _fill(self, place: int) -> None:
         self._grammar.fill_bitmask(self._bitmask, place)
         if self._vocab_size % 32:
-            # Clear the bits beyond the vocabulary.
+            # Clear the bits beyond the vocabulary, because `_only_token` would count them.
             self._bitmask[place, -1] &= (1 << self._vocab_size % 32) - 1
 
     def _allows(self, place: int, token: int) -> bool:
@@ -195,7 +199,7 @@ class _Walk:
 
 
 class _Contradiction(Exception):
-    """A grammar that allows no token, or refuses one that its mask allows."""
+    """Raised if a grammar allows no token, or refuses a token that its mask allows."""
 
 
 def _text_of(error: Exception) -> str:

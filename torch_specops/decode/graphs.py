@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs."""
+"""Captures steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .step import Masks
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step in one graph, or in two if the host asks grammars between proposing and verifying.
+    """A step captured as one CUDA graph, or as two graphs if the host asks grammars between proposing and verifying.
 
     Args:
-        verify: the graph of the step, or of its verification if there are two.
+        verify: the graph of the whole step, or of the verification if there are two graphs.
         record: the output of `verify`.
-        propose: the first graph; None = there is none, or it would be empty.
-        proposal: the output of `propose`; None = the step is one graph.
-        inputs: the drafts' tokens [B, K] and the bitmask that the second graph reads.
+        propose: the graph that proposes drafts; None = `verify` is the whole step, or there is nothing to propose.
+        proposal: the output of `propose`; None = `verify` is the whole step.
+        inputs: the draft tokens [B, K] and the bitmask, which `verify` reads if there are two graphs.
     """
 
     verify: torch.cuda.CUDAGraph
@@ -37,8 +37,8 @@ class CapturedStep:
             self.propose.replay()
         if masks is not None and self.proposal is not None:
             chosen, bitmask = masks(self.proposal)
-            for own, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):
-                own.copy_(new)
+            for static, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):
+                static.copy_(new)
         self.verify.replay()
         return self.record
 
@@ -46,16 +46,17 @@ class CapturedStep:
 def capture(
     stream: torch.cuda.Stream, pool: Any, function: Callable[..., Any], *arguments: Any
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a call. Returns the graph and the result of the call, whose tensors a replay writes."""
+    """Capture a function call. Returns the graph and the result of the call. Each replay writes the tensors of the
+    result."""
     graph = torch.cuda.CUDAGraph()
-    # By default torch would capture on a stream of the device that captured first, and block CUDA calls of other
-    # threads.
+    # Pass the stream and the error mode: by default torch captures on a stream of the device that captured first, and
+    # refuses CUDA calls of other threads.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         return graph, function(*arguments)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that hold the data of a tensor: a quantised weight has several."""
+    """The plain tensors that hold the data of a tensor. A quantised weight has several."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor.detach()

@@ -20,9 +20,9 @@ from .models import check_read_once, evaluating, look_at, mode_of, models_of, ve
 
 Autocast = torch.dtype | None
 
-# One entry per model, shared by all its decoders because it has one cache: the "thread" at work, the "stream" whose
-# sequences the cache holds, and "in_step" during a step. A transformers model gets an adapter with a cache for each
-# decoder.
+# One entry per model, shared by all decoders that use the model, because it has one cache. Keys: "thread" is the thread
+# at work, "stream" is the stream whose sequences the cache holds, and "in_step" is set during a step. Decoders that use
+# the same transformers model share no entry, because each has an adapter with a separate cache.
 _uses: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 _guards: WeakSet[Guard] = WeakSet()
 _lock = threading.Lock()
@@ -43,7 +43,7 @@ class Guard:
     """Lets one thread at a time work with a target and a draft, in evaluation mode.
 
     Attributes:
-        uses: who uses the models and the drafts with caches; the target's comes first.
+        uses: the entries of `_uses` for the target, then for the models and drafts that have a cache.
     """
 
     def __init__(self, target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
@@ -55,15 +55,15 @@ class Guard:
             _guards.add(self)
 
     def __reduce__(self) -> tuple[type[Guard], tuple[LanguageModel, DraftSource | LanguageModel | None]]:
-        # Make a new guard: the shared state belongs to its process.
+        # Unpickling makes a new guard, because the entries of `_uses` belong to this process.
         return Guard, self._parts
 
     def bind(self, draft: DraftSource) -> None:
-        """Bind the guarded draft to the target, before any call. Other streams of the draft prefill again.
+        """Bind the draft to the target before any call. Other streams that use the draft will prefill again.
 
         Raises:
-            ValueError: a model would be read in two places.
-            RuntimeError: as of `working`, for the draft alone.
+            ValueError: a model with one cache would be used in two places.
+            RuntimeError: as in `working`, but for the draft alone.
         """
         check_read_once(self._parts[0], draft)
         uses = self.uses[1:]
@@ -73,30 +73,31 @@ class Guard:
             draft.bind(self._parts[0])
 
     def begin_stream(self) -> Stream:
-        """Begin a stream or a session with models that were looked at. Called while this thread is at work."""
+        """Begin a stream or a session. Called inside `working`, after `look`."""
         stream = Stream(autocast_of(self._device))
         self.take_models(stream)
         return stream
 
     def take_models(self, stream: Stream) -> bool:
-        """Give the models to a stream before it uses them. Returns whether another stream has used them since its last
-        turn."""
+        """Give the models to a stream before it uses them. Returns whether another stream has used them since this
+        stream last did."""
         has_changed = any(use.get("stream") is not stream for use in self.uses)
         for use in self.uses:
             use["stream"] = stream
         return has_changed
 
     def look(self) -> RuntimeError | None:
-        """`look_at` the models before sequences begin. Called outside `computing`, whose mode it decides."""
+        """Let the models adapt to changes (`look_at`) before sequences begin. Called outside `computing`, because it
+        chooses the mode of `computing`."""
         misfit = look_at(*self._parts)
-        # Ask once for all steps, because a model searches its parameters for its device.
+        # Read the device once for all steps, because a model searches its parameters for it.
         self._device = self._parts[0].device
         self._mode = mode_of(*self._parts)
         return misfit
 
     def look_for_call(self) -> None:
-        """`look` before a call begins. If a model has changed, other streams prefill again, even if the call is
-        refused."""
+        """Run `look` when the user calls a method. If a model has changed, other streams will prefill again, even if
+        this call is refused."""
         before = versions_of(*self._parts)
         try:
             self.look()
@@ -107,8 +108,9 @@ class Guard:
 
     @contextmanager
     def computing(self, stream: Stream) -> Iterator[None]:
-        """`working`, for a step or a prefill: without gradients (`mode_of`), under the stream's autocast, and with the
-        target's device as the current one, because Triton launches there and CUDA streams belong to it."""
+        """Claim the models, like `working`, for a step or a prefill. The step runs without gradients (`mode_of`) and
+        under the stream's autocast. The target's device is made the current device, because Triton launches kernels on
+        the current device."""
         on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with self.working(), self._in_step(), self._mode(), on_device, _autocast(self._device, stream.autocast):
             yield
@@ -124,10 +126,10 @@ class Guard:
                 use.pop("in_step", None)
 
     def working(self) -> AbstractContextManager[None]:
-        """Claim the models for this thread. May be nested, but not inside `computing`.
+        """Claim the models for this thread. Calls may be nested, but not inside `computing`.
 
         Raises:
-            RuntimeError: this thread is inside `computing`; or, when it is entered, another thread is at work.
+            RuntimeError: this thread is inside `computing`; or another thread is at work when the context is entered.
         """
         return self._free(self.uses)
 
@@ -139,7 +141,7 @@ class Guard:
                 "has called this code (a grammar, a processor, a draft, a rule), which would overwrite what they have "
                 "read; make another decoder for it (they may share transformers models)"
             )
-        # A nested call may use models that the outer call does not.
+        # In a nested call, claim only the models that the outer call has not claimed.
         free = [use for use in uses if use.get("thread") != thread]
         return self._working(free, thread) if free else nullcontext()
 
@@ -147,7 +149,7 @@ class Guard:
     def _working(self, uses: list[dict[str, Any]], thread: int) -> Iterator[None]:
         try:
             try:
-                # `setdefault` is atomic: the first thread is stored.
+                # `setdefault` is atomic, so only the first of several threads is stored.
                 if any(use.setdefault("thread", thread) != thread for use in uses):
                     raise RuntimeError(
                         "SpeculativeDecoder: another thread is using this decoder or its target or draft, which have "
@@ -158,7 +160,7 @@ class Guard:
             finally:
                 _release(uses, thread)
         finally:
-            # Again, because an interrupt may have stopped the first attempt.
+            # Release again, because an interrupt may have stopped the first release.
             _release(uses, thread)
 
 
@@ -176,14 +178,15 @@ def _has_cache(part: object) -> bool:
 
 def _use_of(model: object) -> dict[str, Any]:
     use: dict[str, Any] = {}
-    # A model that cannot be hashed (a dataclass that compares by value) is guarded within one decoder only.
+    # A model that cannot be hashed (a dataclass that compares by value) gets an entry that no other decoder sees.
     with _lock, suppress(TypeError):
         use = _uses.setdefault(model, use)
     return use
 
 
 def _begin_child() -> None:
-    """In a forked process only the forking thread continues. State that other threads were writing is incomplete."""
+    """Clear the entries of other threads in a forked process: these threads do not exist there, and their steps are
+    incomplete."""
     _lock.release()
     thread = threading.get_ident()
     for guard in _guards:
@@ -192,7 +195,7 @@ def _begin_child() -> None:
                 use.clear()
 
 
-# Windows has no fork.
+# Windows has no fork and no `register_at_fork`.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_child)
 
@@ -205,7 +208,8 @@ def autocast_of(device: torch.device) -> Autocast:
 
 
 def _autocast(device: torch.device, wanted: Autocast) -> AbstractContextManager[Any]:
-    """Autocast as a stream began: the thread or block that runs a later step must not change its dtype."""
+    """Set autocast as it was when the stream began, because a later step may run in another thread or `autocast`
+    block."""
     if autocast_of(device) == wanted:
         return nullcontext()
     return torch.autocast(device.type, dtype=wanted, enabled=wanted is not None)

@@ -25,7 +25,7 @@ from .stop_strings import stop_string_rule
 PromptIds = Tensor | Sequence[Tensor | Sequence[int]]
 AttentionMask = Tensor | Sequence[Tensor | Sequence[int]] | None
 EosTokenIds = int | Sequence[int] | Sequence[Sequence[int]] | None
-# NumPy integers and arrays too; the type does not name them because NumPy need not be installed.
+# NumPy integers and arrays are accepted too.
 Seed = int | Sequence[int] | Tensor | None
 Sampling = SamplingParams | Mapping[str, Any] | None
 AnyGrammar = Grammar | Sequence[Grammar | None] | None
@@ -52,16 +52,17 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts, checked, on the CPU.
+    """A batch of prompts whose arguments were checked. All tensors are on the CPU.
 
     Args:
-        state: before the first step, as wide as the longest prompt. A row with `max_new_tokens` = 0 has ended.
-        rules: end each row, besides its eos and limit.
-        grammars: restrict the new tokens of each row; None = no restriction.
+        state: the state before the first step, as wide as the longest prompt. A row with `max_new_tokens` = 0 is
+            finished.
+        rules: the rules of each row that end it, in addition to its eos tokens and its limit.
+        grammars: the grammar of each row, which restricts its new tokens; None = no restriction.
         pad_token_id: fills a sequence after its end.
         inputs: the input of the target's encoder for each sequence, by name, or the images of all prompts; None =
-            nothing.
-        num_copies: sequences of each prompt, in adjacent rows.
+            neither.
+        num_copies: the number of sequences of each prompt, which are adjacent rows.
     """
 
     state: DecodeState
@@ -72,9 +73,9 @@ class Prompts:
     num_copies: int = 1
 
     def rows(self) -> list[Row]:
-        """The rows as the host tracks them."""
+        """The `Row` objects, in which the host keeps the sequences."""
         state = self.state
-        of_rows = (each.tolist() for each in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
+        of_rows = (tensor.tolist() for tensor in (state.tokens, state.lengths, state.limits, state.eos, state.finished))
         return [
             Row(tokens[:length], limit, eos, rules, grammar, ended, "length" if ended else None)
             for tokens, length, limit, eos, ended, rules, grammar in zip(
@@ -104,11 +105,11 @@ def read_prompts(
     row_rules: Sequence[RowRule] = (),
     min_new_tokens: int = 0,
 ) -> Prompts:
-    """Check the arguments of a call; `SpeculativeDecoder.generate` documents them. None for eos or pad tokens means
-    the target's.
+    """Check the arguments of a call, which `SpeculativeDecoder.generate` documents. If the eos or pad tokens are None,
+    those of the target are used.
 
     Args:
-        row_rules: further rules that end rows, for all rows.
+        row_rules: additional rules that end rows; they apply to all rows.
 
     Raises:
         TypeError, ValueError: a wrong argument, by name; fewer than `min_new_tokens` new tokens.
@@ -128,7 +129,8 @@ def read_prompts(
         pad_token_id = checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = target.pad_token_id
-    # A tokenizer's pad token may differ from the one in the model's config. It is often an eos token or token 0.
+    # Runs of eos tokens or of token 0 may be padding too: tokenizers often pad with them, even if the model's config
+    # has another pad token.
     suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
     if mask is None:
@@ -142,7 +144,7 @@ def read_prompts(
     inputs = target.check_images(tokens, lengths, inputs, mask)
     if num_return_sequences > 1:
         tokens, lengths = (each.repeat_interleave(num_return_sequences, 0) for each in (tokens, lengths))
-        # Images are read once for all sequences of a prompt.
+        # Do not repeat images, because they are read once for all sequences of a prompt.
         if inputs and not target.reads_images:
             inputs = {name: values.repeat_interleave(num_return_sequences, 0) for name, values in inputs.items()}
     params = checked_sampling(sampling) or default_sampling or SamplingParams()
@@ -175,8 +177,8 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
 
 
 def check_room(target: LanguageModel, longest: int, max_length: int | None = None) -> None:
-    """Raise ValueError if a sequence of `longest` tokens is longer than `max_length`, or than the target can read; warn
-    if the target can read it, but was made for shorter sequences."""
+    """Raise ValueError if `longest` tokens are more than `max_length`, or more than the target can read. Warn if the
+    target can read them, but was made for shorter sequences."""
     if max_length is not None and longest > max_length:
         raise ValueError(
             f"max_new_tokens: expected prompt and new tokens within max_length = {max_length}, got {longest}"
@@ -198,7 +200,7 @@ def check_room(target: LanguageModel, longest: int, max_length: int | None = Non
 
 
 def checked_logprobs(logprobs: str | None, top_logprobs: int, vocab_size: int) -> int:
-    """`top_logprobs`, checked with `logprobs`."""
+    """Check both arguments. Returns `top_logprobs` as an int."""
     if logprobs not in (None, "raw", "processed"):
         raise ValueError(f"logprobs: expected None, 'raw' or 'processed', got {logprobs!r}")
     top_logprobs = checks.check_int("top_logprobs", top_logprobs, 0)
@@ -219,11 +221,11 @@ def checked_sampling(sampling: Sampling) -> SamplingParams | None:
 
 
 def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[list[RowRule]]:
-    """The rule of each row, one object for all rows with the same strings."""
+    """The stop-string rules of each row. Rows with the same strings share one rule."""
     given = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     is_per_row = bool(given) and not any(isinstance(each, str) for each in given)
     rules: dict[tuple[str, ...], list[RowRule]] = {(): []}
-    found = []
+    rules_of_rows = []
     for row in _of_rows("stop_strings", "strings for all rows, or for each of", given, is_per_row, batch):
         strings = tuple(row) if isinstance(row, Sequence) and not isinstance(row, str) else (row,)
         if not all(isinstance(string, str) and string for string in strings):
@@ -234,27 +236,27 @@ def _read_rules(stop_strings: StopStrings, tokenizer: Any, batch: int) -> list[l
                     f"tokenizer: expected a tokenizer of transformers, to find stop_strings, got {type(tokenizer)}"
                 )
             rules[strings] = [stop_string_rule(tokenizer, strings)]
-        found.append(rules[strings])
-    return found
+        rules_of_rows.append(rules[strings])
+    return rules_of_rows
 
 
 def _read_grammars(grammar: AnyGrammar, batch: int) -> list[Grammar | None]:
     given: Any = grammar
-    # A string is a sequence too, but not a list of grammars.
+    # A string is a sequence too, but it is not a list of grammars.
     rows = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given] * batch
     if len(rows) != batch:
         raise ValueError(f"grammar: expected one, or None, for each of {batch} rows, got {len(rows)}")
-    own = [each for each in rows if each is not None]
-    for each in own:
-        check_grammar(each)
-    if len(set(map(id, own))) < len(own):
+    used = [row_grammar for row_grammar in rows if row_grammar is not None]
+    for row_grammar in used:
+        check_grammar(row_grammar)
+    if len(set(map(id, used))) < len(used):
         raise ValueError(f"grammar: it is the state of one text; expected one for each of {batch} rows, got one twice")
     return rows
 
 
 def _read_seeds(seed: Seed, batch: int) -> Tensor:
-    """[B] int64: the given seeds, or the hash of an int by `uniforms.row_seeds`. None draws an int from torch's default
-    generator."""
+    """The seed of each row, [B] int64: the given seeds, or hashes of one int (`uniforms.row_seeds`). If `seed` is None,
+    the int is drawn from torch's default generator."""
     expected = f"seed: expected an int, or int64 [{batch}] as a tensor, list or array"
     if isinstance(seed, Tensor) and seed.dtype != torch.int64:
         raise TypeError(f"{expected}, got {seed.dtype}")
@@ -273,22 +275,22 @@ def _read_seeds(seed: Seed, batch: int) -> Tensor:
 
 
 def _of_numpy(value: Any) -> Any:
-    """A NumPy array as a tensor with its own memory, or as a list if it has objects; anything else unchanged."""
+    """Convert a NumPy array to a new tensor, or to a list if its dtype is object. Other values stay unchanged."""
     if type(value).__module__ != "numpy":
         return value
     return value.tolist() if value.dtype == object else torch.tensor(value, device="cpu")
 
 
 def _as_python(value: Any) -> Any:
-    """Tensors, arrays, sequences and NumPy scalars as Python lists and numbers."""
+    """Convert tensors, arrays, sequences and NumPy scalars to Python lists and numbers."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_as_python(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_token_id: int | None) -> None:
-    """Warn if some rows look padded: they begin or end with a longer run of a suspect token than other rows. A run that
-    all rows have counts as text, but only one token of it if it is the pad token."""
+    """Warn if a row seems to be padded: it begins or ends with a longer run of a token in `suspects` than another row.
+    The shortest run counts as text, but if it consists of pad tokens, only one of them does."""
     for verb, rows in (("begins", tokens), ("ends", tokens.flip(1))):
         for token in sorted(set(rows[:, 0].tolist()).intersection(suspects)):
             runs = (rows == token).long().cumprod(1).sum(1)
@@ -296,7 +298,7 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
             if token == pad_token_id:
                 of_text = min(of_text, 1)
             elif token == 0 and verb == "ends":
-                # Token 0 is an exclamation mark in many vocabularies.
+                # Allow one more token 0 at the end of a row, because it is an exclamation mark in many vocabularies.
                 of_text += 1
             if bool((runs > of_text).any()):
                 kind = "the pad token" if token == pad_token_id else "token"
@@ -310,7 +312,7 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
 
 
 def as_prompt(name: str, values: Any) -> Tensor:
-    """[P] of a tensor, an array or a list."""
+    """Convert a tensor, an array or a list of tokens to a tensor [P]."""
     try:
         tokens = torch.as_tensor(_of_numpy(values), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -321,8 +323,8 @@ def as_prompt(name: str, values: Any) -> Tensor:
 
 
 def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """A list of prompts, and of their masks if there are any, as tensors with padding on the right."""
-    # Convert a column of pandas, Arrow or polars to an array with a list per row.
+    """Convert a list of prompts, and a list of masks if there is one, to tensors that are padded on the right."""
+    # Convert a column of pandas, Arrow or polars to an array with one list per row.
     columns = (each.to_numpy() if hasattr(each, "to_numpy") else each for each in (input_ids, attention_mask))
     input_ids, attention_mask = map(_of_numpy, columns)
     if not isinstance(input_ids, (list, tuple)):
@@ -348,11 +350,11 @@ def _batch_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 
 def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Prompts padded on either side -> tokens [B, P] that begin at index 0, and lengths [B]."""
+    """Shift prompts that are padded on either side to index 0. Returns tokens [B, P] and lengths [B]."""
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
-        found = getattr(input_ids, "dtype", type(input_ids))
+        kind = getattr(input_ids, "dtype", type(input_ids))
         expected = 'an int64 tensor [B, P] or a list of prompts, as tokenizer(texts)["input_ids"]'
-        raise TypeError(f"input_ids: expected {expected}, got {found}")
+        raise TypeError(f"input_ids: expected {expected}, got {kind}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids: expected [B, P] with B, P >= 1, got shape {list(input_ids.shape)}")
     input_ids = input_ids.cpu()
@@ -370,7 +372,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
     lengths = is_token.sum(1)
     if bool((lengths == 0).any()):
         raise ValueError(f"attention_mask: expected a token in every row, got none in row {int(lengths.argmin())}")
-    # A row's tokens are contiguous, so they begin once: at the start, or after padding.
+    # True at the first token of each run of tokens. A valid row has one run, because it has padding only at its ends.
     begins = is_token & ~torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     if bool((begins.sum(1) > 1).any()):
         row = int((begins.sum(1) > 1).long().argmax())
@@ -382,7 +384,7 @@ def _align(input_ids: Any, attention_mask: Any, vocab_size: int) -> tuple[Tensor
 
 
 def _of_rows(name: str, expected: str, given: Any, is_per_row: bool, batch: int) -> list[Any]:
-    """The value given for each row, or the one for all."""
+    """A list with the value of each row: the given values, or the one value for all rows."""
     if not is_per_row:
         return [given] * batch
     if len(given) != batch:
@@ -391,24 +393,24 @@ def _of_rows(name: str, expected: str, given: Any, is_per_row: bool, batch: int)
 
 
 def _per_row(name: str, value: int | Sequence[int] | Tensor, batch: int, least: int) -> Tensor:
-    """An int for all rows, or an int for each -> [B] int64."""
+    """Convert one int for all rows, or an int for each row, to [B] int64."""
     given = _as_python(value)
     values = _of_rows(name, "one number or", given, isinstance(given, list), batch)
     for number in values:
-        # Bounded so that sums of these numbers fit int64.
+        # Limit each number to 31 bits, so that sums of these numbers fit int64.
         checks.check_int(name, number, least, 2**31 - 1)
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _eos_tensor(eos_token_id: Any, batch: int) -> Tensor:
-    """A token, several, or several for each row -> [B, E] int64, padded with -1."""
+    """Convert one eos token, several, or a list for each row to [B, E] int64, padded with -1."""
     given = _as_python(eos_token_id)
     is_per_row = isinstance(given, list) and any(isinstance(item, list) for item in given)
     rows = []
     for row in _of_rows("eos_token_id", "tokens for all rows, or for each of", given, is_per_row, batch):
-        own = row if isinstance(row, list) else [row]
-        for token in own:
+        row_eos = row if isinstance(row, list) else [row]
+        for token in row_eos:
             checks.check_int("eos_token_id", token, 0)
-        rows.append(list(dict.fromkeys(own)))
+        rows.append(list(dict.fromkeys(row_eos)))
     width = max(max(len(row) for row in rows), 1)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int64, device="cpu")

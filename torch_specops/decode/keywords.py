@@ -1,4 +1,4 @@
-"""The error for an unknown keyword, which says what to pass instead."""
+"""Raises the error for an unknown keyword argument. The message says what to pass instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from ..sampling import SamplingParams
 
 _CUSTOM_GENERATE = "model.generate(..., custom_generate=torch_specops.hf.custom_generate) takes it"
-# Argument names of other libraries -> what to pass: an argument of ours, or a sentence.
+# Maps argument names of other libraries to what a user should pass: an argument of this package, or a sentence.
 INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
     **dict.fromkeys(("lenience", "argmax_lenience"), 'verify=torch_specops.Verifier("exact", lenience=...)'),
     **dict.fromkeys(("alpha", "beta"), 'verify=torch_specops.Verifier("sigmoid", alpha=..., beta=...)'),
@@ -38,7 +38,7 @@ INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in
     "token_streamer": "streamer=...",
     "token_type_ids": "the tokenizer leaves it out with return_token_type_ids=False",
 }
-# The same for `custom_generate`, where transformers would pass these names to the model as inputs.
+# The same for `hf.custom_generate`, because transformers would pass these names to the model as inputs.
 IN_CUSTOM_GENERATE = {
     "draft": "assistant_model=... or draft_model=...",
     "logprobs": "output_logits=True with return_dict_in_generate=True",
@@ -55,8 +55,8 @@ def refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
 
 
 def _keywords() -> dict[str, list[str]]:
-    """The keywords of each call."""
-    # Their modules import this one.
+    """The keyword arguments of each public call, by the name of the call."""
+    # Import here, because these modules import this one.
     from .decoder import SpeculativeDecoder, generate
     from .requests import Request
 
@@ -85,7 +85,8 @@ def _advice(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
 
 
 def _receivers(name: str, call: str, keywords: Mapping[str, list[str]]) -> str:
-    """The other calls that take a keyword, as the end of a sentence; those made before this call are preferred."""
+    """The end of a sentence that names the calls with this keyword. Calls that a user makes before this call are
+    preferred to others."""
     calls = [other for other in keywords if name in keywords[other]]
     made_before = ["SpeculativeDecoder"] + ["Request"] * call.endswith((".session", ".generate_many"))
     calls = [other for other in calls if other in made_before] or calls

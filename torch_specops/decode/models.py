@@ -1,4 +1,5 @@
-"""The models of a decoder: changes by their owners, checks that they fit each other, and the mode they run in."""
+"""Functions for the models of a decoder. The functions find changes by the user, check that target and draft fit each
+other, and set the mode in which the models run."""
 
 from __future__ import annotations
 
@@ -13,27 +14,28 @@ from ..models.base import LanguageModel, Part
 
 
 def models_of(*parts: Part | None) -> list[Part]:
-    """These models and drafts, each after the models and drafts inside of it."""
-    found: list[Part] = []
+    """These models and drafts, and the models and drafts inside them. Each part comes after the parts inside it."""
+    models: list[Part] = []
     for part in parts:
         if part is not None:
-            found += [*models_of(*part.inside), part]
-    return found
+            models += [*models_of(*part.inside), part]
+    return models
 
 
 def versions_of(*parts: Part | None) -> list[Hashable]:
-    """The `version` of every model, which changes when a look finds a change."""
+    """The `version` of every model and draft. A version changes when `look` finds a change."""
     return [model.version for model in models_of(*parts)]
 
 
 def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> RuntimeError | None:
-    """Let the models adapt to changes of their owners (`LanguageModel.look`), and check that they fit each other.
+    """Let the models adapt to changes that the user has made (`LanguageModel.look`), and check that target and draft
+    fit each other.
 
     Returns:
-        Why a model's cache no longer fits it, so that only `start` may follow; None = it fits.
+        The error of a model whose cache no longer fits it, so that `start` must be called next. None = all caches fit.
 
     Raises:
-        ValueError: a model that can no longer be used; or as `check_pair`.
+        ValueError: a model can no longer be used; or an error of `check_pair`.
     """
     misfit = None
     for name, part in (("target", target), ("draft", draft)):
@@ -64,8 +66,8 @@ def check_read_once(target: LanguageModel, draft: Part | None) -> None:
 
 
 def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:
-    """Raise ValueError if the draft or a source inside of it has another vocabulary or device than the target, or if a
-    model with one cache would be used in two places."""
+    """Raise ValueError if the draft, or a source inside it, has another vocabulary or device than the target. Also
+    raise if a model with one cache would be used in two places."""
     if draft is None:
         return
     check_read_once(target, draft)
@@ -82,12 +84,12 @@ def check_pair(target: LanguageModel, draft: DraftSource | LanguageModel | None)
 
 
 def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
-    """The mode without gradients for these models and drafts: `torch.inference_mode`, in which a step of small models
-    takes up to a tenth less time; or `torch.no_grad` if user code may keep tensors of a forward
-    (`LanguageModel.is_observed`), because tensors made in inference mode cannot be used in training.
+    """The mode without gradients for these models and drafts. Usually the mode is `torch.inference_mode`, in which a
+    step of small models takes up to a tenth less time. The mode is `torch.no_grad` if user code may keep tensors of a
+    forward (`LanguageModel.is_observed`), because training cannot use tensors from inference mode.
 
-    The mode may change between two steps, and inference tensors cannot be written outside inference mode. So tensors
-    that several steps write are made with `ops.tracing.normal_tensors`.
+    The mode may change between two steps, and inference tensors cannot be written outside inference mode. Therefore
+    `ops.tracing.normal_tensors` makes the tensors that several steps write.
     """
     is_observed = any(model.is_observed for model in models_of(*parts))
     return torch.no_grad if is_observed else torch.inference_mode
@@ -95,24 +97,24 @@ def mode_of(*parts: Part | None) -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def evaluating(*parts: Part | None) -> Iterator[None]:
-    """Put models and drafts that are modules into evaluation mode, and restore the mode of each submodule afterwards;
-    after an error, also restore whether gradients are computed. Transformers models are not affected: their adapters
-    run a copy."""
+    """Put models and drafts that are modules into evaluation mode, and restore the mode of each submodule afterwards.
+    After an error, also restore whether gradients are enabled. Transformers models are not affected: their adapters run
+    a copy."""
     modules = [model for model in models_of(*parts) if isinstance(model, nn.Module)]
-    training = [module for own in modules for module in own.modules() if module.training]
+    training = [module for model in modules for module in model.modules() if module.training]
     has_gradients = torch.is_grad_enabled()
     try:
         try:
             _set_training(training, False)
             yield
         except BaseException:
-            # An interrupt may have prevented `torch.no_grad` from ending.
+            # An interrupt may have prevented `torch.no_grad` from enabling gradients again.
             torch.set_grad_enabled(has_gradients)
             raise
         finally:
             _set_training(training, True)
     finally:
-        # Again, because an interrupt may have stopped the first attempt.
+        # Restore again, because an interrupt may have stopped the first call.
         _set_training(training, True)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .pieces import CONTEXT
 from .planning import PlannedStep
 
-# A batch may have hundreds of rows, so a `repr` cuts lists with an entry per row.
+# Cut long lists in a `repr`, because lists with an entry per row may have hundreds of entries.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxstring, _SHORT.maxother = 200, 400
@@ -29,8 +29,8 @@ class Step:
     """One round of drafting and verifying, for every row of the batch.
 
     Args:
-        tokens: the tokens that each row emitted: accepted drafts, then the next token, cut after an eos, at the row's
-            limit, and where a stop string ends it. Empty for a row that had already ended.
+        tokens: the tokens that each row emitted: accepted drafts, then the next token. The tokens are cut after an eos
+            token, at the row's limit, and where a stop string ends the row. Empty for a row that had already ended.
         num_accepted: drafts that the target accepted, per row, including those that were cut.
         num_proposed: drafts that were verified, per row.
         finished: whether each row has ended.
@@ -47,7 +47,7 @@ class Step:
 class TopLogprobs(NamedTuple):
     """The most likely tokens at each position, in descending order; ties are ordered by index."""
 
-    tokens: Tensor  # [B, L, N] int64, -1 where no token was generated; of a `Completion` [n, N]
+    tokens: Tensor  # [B, L, N] int64 ([n, N] in a `Completion`), -1 where no token was generated
     values: Tensor  # float32 log-probabilities; NaN where no token was generated, -inf for excluded tokens
 
 
@@ -56,17 +56,18 @@ class GenerationStats:
     """Counts and times, summed over all steps.
 
     Args:
-        seeds: a seed per row; empty for sessions and `generate_many`. Passed as `seed`, they reproduce the output.
+        seeds: the seed of each row, which reproduces the output if passed as `seed`; empty for sessions and
+            `generate_many`.
         num_steps: steps of the batch.
-        num_row_steps: the steps that each row took part in, summed over the rows.
+        num_row_steps: the number of steps in which a row took part, summed over the rows.
         num_tokens: emitted tokens of all rows, without those that were cut.
         num_accepted, num_proposed: accepted and verified drafts of all rows.
-        accepted_at, proposed_at: the same, for each position of a draft in its step.
+        accepted_at, proposed_at: the same counts, separately for each position of a draft in its step.
         seconds: time of the steps, without compilation.
-        prefill_seconds: time of reading the prompts with target and draft. An eager loop lets the target read prompts
-            of one length in the first step, and that time is then part of `seconds`.
+        prefill_seconds: time of the prefill by target and draft. If steps are eager and all prompts have the same
+            length, the target reads them in the first step, and that time is part of `seconds`.
         compile_seconds: time spent compiling and capturing; 0 when nothing was compiled.
-        compiled: whether the steps ran compiled, and why.
+        compiled: whether the steps were compiled, and why.
         verify: how drafts are verified: "exact", "block", "gumbel" or "sigmoid"; empty before the first batch.
         state_bytes: memory of the recurrent states of target and draft (linear attention, Mamba), without keys and
             values; 0 if they have no such layers.
@@ -111,8 +112,8 @@ class GenerationStats:
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Accepted / verified drafts at the first position of a step, the second, ...; not conditional on the drafts
-        before."""
+        """Accepted drafts / verified drafts for each position of a draft in its step. A draft after a rejected draft
+        counts as verified and not accepted."""
         return [
             accepted / proposed if proposed else 0.0
             for accepted, proposed in zip(self.accepted_at, self.proposed_at, strict=True)
@@ -120,11 +121,12 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens of all rows per second of stepping."""
+        """Emitted tokens of all rows / `seconds`."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     def add(self, num_tokens: list[int], num_accepted: list[int], num_proposed: list[int]) -> None:
-        """Count the rows of a step. A row without a token had already ended, or the target failed."""
+        """Add the counts of a step. Rows without a new token are skipped: they had already ended, or the target
+        failed."""
         self.num_steps += 1
         for new, accepted, proposed in zip(num_tokens, num_accepted, num_proposed, strict=True):
             if new == 0:
@@ -152,7 +154,7 @@ class GenerationOutput:
         prompt_lengths: [B] int64.
         lengths: [B] int64, tokens of prompt and output.
         stats: counts and times.
-        errors: row -> why it ended early; empty when every row ended normally.
+        errors: maps a row to the reason why it ended early; empty when every row ended normally.
         logprobs: [B, L] float32, the log-probability of every new token in `sequences` under the target, NaN elsewhere;
             None if not asked for.
         top_logprobs: the most likely tokens at the position of every new token; None if not asked for.
@@ -215,10 +217,10 @@ class GenerationOutput:
 
 
 class RecordReader:
-    """Copies the records of steps to the host, each with its plan.
+    """Copies the records of steps to the host, and keeps the plan of each step.
 
-    On CUDA the copy goes through pinned memory and is read one step late, so that the next step is already queued
-    while the host looks at the last.
+    On CUDA, records are copied to pinned memory and read one step late, so that the device runs the next step while the
+    host processes a record.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -232,12 +234,13 @@ class RecordReader:
         pinned = torch.empty(record.shape, dtype=record.dtype, device="cpu", pin_memory=True)
         pinned.copy_(record, non_blocking=True)
         event = torch.cuda.Event()
-        # The copy is on the stream of the record's device, which need not be the current device.
+        # Record the event on the stream of the copy, because the record's device need not be the current device.
         event.record(torch.cuda.current_stream(record.device))
         self._queue.append((pinned, planned, event))
 
     def pop(self, early: bool = False) -> tuple[Tensor, PlannedStep] | None:
-        """The oldest record and its plan; None if there is none or, unless `early`, if it is too early to read them."""
+        """The oldest record and its plan, or None if there is none. On CUDA, the newest record is returned only if
+        `early`, because reading it waits for the device."""
         if len(self._queue) < (2 if self._is_cuda and not early else 1):
             return None
         record, planned, event = self._queue.pop(0)
@@ -246,20 +249,21 @@ class RecordReader:
         return record, planned
 
 
-# Called with every step; or an object with `put(tokens)` and `end()`, like transformers' streamers.
+# A function that takes every step, or an object with `put(tokens)` and `end()`, like transformers' streamers.
 Streamer = Callable[[Step], object] | Any
 
 
 def streamer_calls(
     streamer: Streamer | None, input_ids: Any, num_rows: int
 ) -> tuple[Callable[[Step], object], Callable[[], object]]:
-    """The functions to call with every step, and at the end. A transformers streamer is given the prompt here."""
+    """The function to call with every step, and the function to call at the end. A transformers streamer gets the
+    prompt here."""
     if streamer is None:
         return lambda step: None, lambda: None
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         if num_rows != 1:
             raise ValueError(f"streamer: an object with put and end takes one row, got {num_rows} rows")
-        # A list has one prompt.
+        # A list has exactly one prompt here, because there is one row.
         prompt = torch.as_tensor(input_ids[0])[None].long() if isinstance(input_ids, (list, tuple)) else input_ids
         streamer.put(torch.as_tensor(prompt, device="cpu"))
         return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu")), streamer.end

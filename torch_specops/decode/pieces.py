@@ -1,4 +1,4 @@
-"""Decodes tokens to pieces of text as they come."""
+"""Decodes a stream of tokens to pieces of text."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import Any
 
 from torch import Tensor
 
-# Tokens before the new ones that are decoded with them: alone, tokens may lose the space before them.
+# New tokens are decoded together with this many tokens before them, because the first token of a text may lose its
+# leading space.
 CONTEXT = 4
-# A window of more tokens than this is halved.
+# If more tokens than this are decoded at once, the older half is dropped.
 _WINDOW = 16
-# The most characters that the clean-up of spaces replaces at once: " n ' t".
+# The length of the longest string that the clean-up of spaces replaces: " n ' t".
 _CLEANED = 6
 _BYTE = re.compile("<0x[0-9a-fA-F]{2}>")
 
 
 class TextPieces:
-    """Turns tokens into text, piece by piece, as they come.
+    """Turns a stream of tokens into a stream of text pieces.
 
-    The pieces of a text add up to what `GenerationOutput.texts` gives with the same arguments: `tokenizer.decode` of
-    all new tokens, after the prompt. A piece ends with a whole character and never has to be taken back. What is not
-    certain yet waits for the next tokens: half a character; a run of tokens like `<0x0A>`, which one wrong byte
-    changes; with `clean_up_tokenization_spaces` the last characters; what may begin a stop string.
+    The concatenated pieces equal the text of `GenerationOutput.texts` with the same arguments: `tokenizer.decode` of
+    all new tokens, after the prompt. A piece ends with a whole character, and later tokens never change it. Text that
+    later tokens may change is held back: an incomplete character; a run of tokens such as `<0x0A>`, which one wrong
+    byte changes; the last characters, with `clean_up_tokenization_spaces`; and a possible beginning of a stop string.
 
     Args:
         tokenizer: a tokenizer or processor of transformers, a `tokenizers.Tokenizer`, or another object with `decode`.
-        prompt: [P] int64, the tokens before the text; without them the text loses the space that SentencePiece drops at
-            a beginning.
+        prompt: [P] int64, the tokens before the text; without them the text lacks the space that SentencePiece drops at
+            the beginning.
         eos_token_id: a token or several, which have no text with `skip_special_tokens=True`, special or not.
-        stop_strings: a string or several, not empty; the text ends before the first one in it.
+        stop_strings: a string or several, not empty; the text ends before the first of them.
         decode_arguments: passed to `decode`. The default is `skip_special_tokens=True`.
 
     Attributes:
-        stopped: whether a stop string has come. All further pieces are empty.
+        stopped: whether the text has reached a stop string. All pieces after it are empty.
 
     Raises:
         ValueError: an empty stop string.
@@ -62,7 +63,7 @@ class TextPieces:
         arguments = {"skip_special_tokens": True} | decode_arguments
         self.stopped = False
         self._decode = partial(tokenizer.decode, **arguments)
-        # A processor has a tokenizer.
+        # `tokenizer` may be a processor, which contains the tokenizer.
         inner = getattr(tokenizer, "tokenizer", tokenizer)
         of_tokenizers = getattr(inner, "id_to_token", lambda token: None)
         self._name_of = getattr(inner, "convert_ids_to_tokens", of_tokenizers)
@@ -77,13 +78,14 @@ class TextPieces:
         self._begin([int(token) for token in prompt[-CONTEXT:]])
 
     def _begin(self, prompt: list[int]) -> None:
-        # The newest tokens, their text, and the part of it that is not new: the prompt, then the pieces given so far.
+        # `_text` is the text of the newest tokens. `_given` is the part of it that must not be returned again: the
+        # prompt, and the pieces returned so far.
         self._tokens, self._num_prompt = prompt, len(prompt)
         self._text = self._given = self._decode(prompt)
         self._in_bytes = False
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain; often empty."""
+        """Add a token. Returns the text that became certain with it, which is often empty."""
         token = int(token)
         if self.stopped or token in self._without_text:
             return ""
@@ -92,7 +94,7 @@ class TextPieces:
         if _BYTE.fullmatch(self._name_of(token) or ""):
             self._in_bytes = True
         elif self._text != before:
-            # A token without text does not end a run of bytes.
+            # Only a token with text ends a run of byte tokens.
             self._in_bytes = False
         new = self._new_text()
         if any(stop in new for stop in self._stops):
@@ -101,7 +103,7 @@ class TextPieces:
             return ""
         certain = self._first(len(self._text) - _CLEANED * self._cleans - self._text.endswith("\ufffd"))
         if self._num_prompt and len(certain) > len(self._given) and not certain.startswith(self._given):
-            # The new token changed the character at the end of the prompt.
+            # The new token has changed the last character of the prompt, so decode the new tokens without the prompt.
             tokens = self._tokens[self._num_prompt :]
             self._begin([])
             return "".join(map(self.push, tokens))
@@ -113,7 +115,8 @@ class TextPieces:
         return piece
 
     def end(self) -> str:
-        """The rest, after the last token; half a character at the end is U+FFFD."""
+        """Return the rest of the text. Called after the last token. An incomplete character at the end becomes
+        U+FFFD."""
         if self.stopped:
             return ""
         text = self._new_text()
@@ -126,18 +129,20 @@ class TextPieces:
         return self._text[: max(length, 0)]
 
     def _new_text(self) -> str:
-        """The text that was not given yet, certain or not, cut from the prompt as in `GenerationOutput.texts`."""
+        """All text that was not returned yet, even if later tokens may change it. The text is separated from the prompt
+        as in `GenerationOutput.texts`."""
         if self._num_prompt and not self._text.startswith(self._given):
             return self._decode(self._tokens[self._num_prompt :])
         return self._text[len(self._given) :]
 
     def _shorten(self) -> None:
         """Drop the older half of the tokens if the text of the newer half does not depend on them."""
-        # The clean-up of spaces may depend on all earlier tokens.
+        # Keep all tokens if spaces are cleaned up, because the result may depend on any earlier token.
         if len(self._tokens) <= _WINDOW or self._num_prompt or self._cleans:
             return
         tokens = self._tokens[len(self._tokens) // 2 :]
         text, waiting = self._decode(tokens), len(self._text) - len(self._given)
-        # Half a character has at most three bytes, so of three characters at least one begins among these tokens.
+        # The newer tokens may begin with the rest of an incomplete character, which gives at most two U+FFFD. Require a
+        # third character, which must begin in the newer tokens.
         if self._text.endswith(text) and len(text) > max(waiting, 2):
             self._tokens, self._text, self._given = tokens, text, text[: len(text) - waiting]

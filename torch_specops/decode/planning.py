@@ -15,16 +15,16 @@ from .rows import Row
 
 @dataclass
 class PlannedStep:
-    """A step, from its plan until its record was read.
+    """A planned step, which is kept until the record of the step is read.
 
     Args:
         rows: the rows of the batch when the step began.
         active: the indices of rows that had not ended.
-        asked: the last question to the schedule.
-        counts: the drafts that it chose for the active rows.
+        asked: the argument of the last call of `Schedule.plan` for this step.
+        counts: the numbers of drafts that the schedule chose for the active rows.
         is_masked: whether a row has a grammar.
-        num_draft_tokens: K.
-        drafts: [B, K], if the schedule saw them; else None.
+        num_draft_tokens: the number of drafts per row, K.
+        drafts: the draft tokens [B, K]; None = the schedule did not see them.
         seconds, draft_seconds, caught_up: as in `PastStep`.
     """
 
@@ -45,8 +45,8 @@ class Planner:
 
     Args:
         schedule: chooses the number of drafts.
-        draft: makes them; None = there are none.
-        ready: (K, whether there is a bitmask) of the compiled steps so far.
+        draft: proposes the drafts; None = there are no drafts.
+        ready: has (K, whether the step has a bitmask) for each step that is compiled so far.
 
     Attributes:
         is_outgrown: whether all rows are longer than the draft can read.
@@ -62,7 +62,7 @@ class Planner:
     def plan(
         self, rows: Sequence[Row], *, is_compiled: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool
     ) -> PlannedStep:
-        """The next step.
+        """Plan the next step.
 
         Args:
             is_compiled, is_refilled, reads_prompts: as in `NextStep`.
@@ -74,7 +74,7 @@ class Planner:
         is_masked = any(row.grammar is not None for row in going)
         asked = NextStep(
             texts=list(map(id, going)),
-            # `_smallest_sufficient`, not the schedule, reduces K of compiled steps when rows have little room.
+            # For compiled steps, `_smallest_sufficient` and not the schedule reduces K when rows have little room.
             rooms=[max(buckets) if room > 0 else 0 for room in rooms] if is_compiled else rooms,
             left=[row.limit - row.length for row in going],
             num_rows=len(rows),
@@ -82,7 +82,7 @@ class Planner:
             is_refilled=is_refilled,
             reads_prompts=reads_prompts,
             looks_up=self._looks_up,
-            # If compiled steps have only one K, there is nothing to choose.
+            # If compiled steps have only one K, the schedule has nothing to choose.
             asks_again=self._looks_up and sees_drafts and not (is_compiled and len(buckets) == 1),
         )
         counts = self._counts(asked)
@@ -91,7 +91,8 @@ class Planner:
         return PlannedStep(list(rows), active, asked, counts, is_masked, num_draft_tokens)
 
     def _rooms(self, going: Sequence[Row]) -> list[int]:
-        """The most drafts that each of these rows, which have not ended, can use; the last token needs none."""
+        """The largest number of drafts that each of these unfinished rows can use. The last token before the limit
+        needs no draft."""
         readable = None if self._draft is None else self._draft.max_length
         left = [row.limit - row.length - 1 for row in going]
         most = left
@@ -101,8 +102,8 @@ class Planner:
         return [max(room, 0) for room in most]
 
     def _smallest_sufficient(self, wanted: int, needed: int, *, is_compiled: bool, is_masked: bool) -> int:
-        """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step can have
-        any K, a compiled step the schedule's buckets, and 0 if all rows are too long for the draft."""
+        """The smallest K that is at least `needed` and needs no compiling, but at most `wanted`. An eager step may have
+        any K. A compiled step has one of the schedule's buckets, or 0 if all rows are too long for the draft."""
         if not is_compiled:
             return min(wanted, needed)
         if self.is_outgrown:
@@ -116,7 +117,7 @@ class Planner:
         schedule = self._schedule
         counts, limits = list(schedule.plan(asked)), asked.at_most(max(schedule.buckets))
         are_numbers = len(counts) == len(limits) and all(map(checks.is_int, counts))
-        if not are_numbers or any(not 0 <= own <= most for own, most in zip(counts, limits, strict=True)):
+        if not are_numbers or any(not 0 <= count <= most for count, most in zip(counts, limits, strict=True)):
             raise ValueError(
                 f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
                 f"got {counts}"
@@ -127,7 +128,7 @@ class Planner:
         """How many drafts of each row to verify (`StepPlan.choose`)."""
         offered = num_proposed.tolist()
         if self._draft is None:
-            # Without a draft, all drafts are forced tokens.
+            # Without a draft source, all drafts are forced tokens, so verify all of them.
             return offered
         chosen = [offered[index] for index in step.active]
         if step.asked.asks_again:
@@ -148,7 +149,7 @@ class Planner:
         matches = None if proposal.matches is None else proposal.matches[step.active].tolist()
         step.asked = replace(step.asked, offered=offered, matches=matches)
         step.drafts, chosen = proposal.tokens.tolist(), self._counts(step.asked)
-        # Keep all drafts of rows with a grammar: forced tokens are certain.
+        # Verify all drafts of rows with a grammar, because forced tokens among them are always accepted.
         forced = (step.rows[index].grammar is not None for index in step.active)
         return [most if is_forced else few for most, few, is_forced in zip(offered, chosen, forced, strict=True)]
 
@@ -163,12 +164,12 @@ class Planner:
         """Tell the schedule the results of a step: each row's new tokens, and its accepted and proposed drafts."""
         known = right = None
         if step.drafts is not None and step.asked.offered is not None:
-            # Skip rows with a grammar, which may have changed their drafts.
+            # Skip rows with a grammar, because the grammar may have changed their drafts.
             new = [tokens[index] if step.rows[index].grammar is None else [] for index in step.active]
             known = list(map(min, step.asked.offered, map(len, new)))
             right = [
-                next((place for place in range(count) if drafts[place] != own[place]), count)
-                for count, own, drafts in zip(known, new, (step.drafts[index] for index in step.active), strict=True)
+                next((place for place in range(count) if drafts[place] != tail[place]), count)
+                for count, tail, drafts in zip(known, new, (step.drafts[index] for index in step.active), strict=True)
             ]
         self._schedule.learn(
             PastStep(

@@ -64,7 +64,7 @@ class Request:
     inputs: Mapping[str, Tensor] | None = None
     grammar: Grammar | None = None
 
-    # As a dataclass would generate it, with a hint for unknown names.
+    # The `__init__` that a dataclass would generate, but with a helpful error for unknown keywords.
     def __init__(
         self,
         input_ids: Tensor | Sequence[int],
@@ -108,7 +108,7 @@ class Completion:
     """The result of a request. Its tensors are on the CPU.
 
     Args:
-        index: the request's place in the input, from 0 on.
+        index: the number of the request in the order of submission, from 0.
         tokens: [P + n] int64, the prompt and the new tokens; the last may be an eos token.
         new_tokens: [n] int64.
         logprobs: [n] float32, the log-probability of every new token under the target; None if not asked for.
@@ -149,8 +149,8 @@ class Handle:
     """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
 
     Tasks of asyncio may use it too, in any event loop. `async for token in handle` is like `tokens`, and `await handle`
-    is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request, and so does a task
-    that is cancelled or times out while it waits. `asyncio.shield(handle)` prevents this.
+    is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request. A task that is
+    cancelled or times out while it waits also cancels it. `asyncio.shield(handle)` prevents this.
 
     Attributes:
         index: the request's place in the order of submission. The other attributes and `add`, `end` and `wake` are for
@@ -172,7 +172,7 @@ class Handle:
         self, index: int, prompt: Prompts | str, max_time: float | None, cancel: Callable[[Handle], object]
     ) -> None:
         self.index = index
-        # The checked request, or a message if it was refused.
+        # The checked request, or the error message if it was refused.
         self.prompt = prompt
         self.needs_row = isinstance(prompt, Prompts) and not bool(prompt.state.finished)
         self.grammar = prompt.grammars[0] if isinstance(prompt, Prompts) else None
@@ -183,7 +183,8 @@ class Handle:
         self.completion: Completion | None = None
         self._cancel = cancel
         self._changed = threading.Condition()
-        # The future that each task awaits -> the new tokens that the task has seen; inf = it awaits the end.
+        # Maps the future that a task awaits to the number of new tokens that the task has seen; inf = it awaits the
+        # end.
         self._futures: dict[asyncio.Future[None], float] = {}
 
     def __repr__(self) -> str:
@@ -195,7 +196,7 @@ class Handle:
         return self.completion is not None
 
     def tokens(self) -> Iterator[int]:
-        """The new tokens as they come, from the first on; ends with the request."""
+        """Iterate over the new tokens as they come, from the first. Ends when the request ends."""
         place = 0
         while True:
             with self._changed:
@@ -214,7 +215,7 @@ class Handle:
             timeout: seconds to wait, >= 0; None = until the request ends.
 
         Raises:
-            TimeoutError: the request has not ended in time, and continues.
+            TimeoutError: the request has not ended in time; it continues.
             TypeError, ValueError: a wrong timeout.
         """
         if timeout is not None:
@@ -265,7 +266,8 @@ class Handle:
                 self._futures.pop(future, None)
 
     def cancel(self) -> None:
-        """End the request before the next step, with the tokens so far; at once if it waits for a row."""
+        """End the request before the next step, or at once if it still waits for a row. The completion has the tokens
+        so far."""
         self._cancel(self)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -274,7 +276,7 @@ class Handle:
         self.wake()
 
     def free_inputs(self) -> None:
-        # A handle may live much longer than its request.
+        # Free the memory of the inputs, because a handle may live much longer than its request.
         if isinstance(self.prompt, Prompts):
             self.prompt = replace(self.prompt, inputs=None)
 
@@ -290,14 +292,14 @@ class Handle:
             self._changed.notify_all()
             for future, place in list(self._futures.items()):
                 if self.done or len(self.new_tokens) > place:
-                    # A closed event loop raises; no task of it waits.
+                    # Ignore the error of a closed event loop, because no task waits in it.
                     with suppress(RuntimeError):
                         future.get_loop().call_soon_threadsafe(_set, future)
                     del self._futures[future]
 
 
 def _set(future: asyncio.Future[None]) -> None:
-    # Its task may have been cancelled in the meantime.
+    # The future may have been cancelled, with its task, before the event loop calls this function.
     if not future.done():
         future.set_result(None)
 
@@ -308,7 +310,7 @@ def read_request(
     """Check a request as `generate` would.
 
     Args:
-        sampling: for a request that has none.
+        sampling: used if the request has none.
         logprobs, top_logprobs: as in `generate`.
 
     Raises:
@@ -332,12 +334,13 @@ def read_request(
 
 
 def largest(requests: Collection[Any]) -> tuple[int, int]:
-    """The tokens of the longest request, prompt included, and the new tokens of all. Invalid requests are skipped."""
+    """The length of the longest request, prompt included, and the number of new tokens of all requests together.
+    Invalid requests are skipped."""
     longest = total = 0
     for request in requests:
-        given = request if isinstance(request, Request) else Request(request)
+        full_request = request if isinstance(request, Request) else Request(request)
         with suppress(TypeError, ValueError, OverflowError):
-            length, new = len(given.input_ids), int(given.max_new_tokens)
+            length, new = len(full_request.input_ids), int(full_request.max_new_tokens)
             checks.check_int("max_new_tokens", new, 0, 2**31 - 1)
             longest, total = max(longest, length + new), total + new
     return longest, total

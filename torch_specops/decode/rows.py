@@ -1,4 +1,4 @@
-"""The sequences of a batch as the host knows them, and rules that end them besides eos tokens and limits."""
+"""The sequences of a batch on the host, and rules that end them in addition to eos tokens and limits."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from torch import Tensor
 
 from ..grammars import Grammar
 
-# (sequences, each prompt + new tokens) -> whether each ends with its newest token. Sequences are independent.
+# Takes sequences (each is prompt + new tokens). Returns for each, independently, whether it ends with its newest token.
 RowRule = Callable[[list[list[int]]], list[bool]]
-# (all rows [B, P + n], with equally many new tokens) -> which rows end with the newest token [B], or one bool for all.
+# Takes all rows [B, P + n], each with n new tokens. Returns whether each row ends with its newest token [B], or one
+# bool for all rows.
 BatchRule = Callable[[Tensor], Any]
 
 
 @dataclass(eq=False)
 class Row:
-    """A sequence in a row of a batch, as far as the host has read it.
+    """A sequence in a row of a batch, with the tokens that the host has read so far.
 
     Args:
-        prompt: tokens.
-        limit: the length at which it ends.
-        eos: tokens that end it.
-        rules: asked about every new token in order.
-        grammar: restricts the new tokens; it has accepted all of them.
-        ended: whether it gets no more tokens.
-        reason, error: why it ended, set once all of its tokens are released.
+        prompt: the tokens of the prompt.
+        limit: the length at which the sequence ends.
+        eos: the tokens that end the sequence.
+        rules: called for every new token, in order.
+        grammar: restricts the new tokens, and has accepted all tokens so far.
+        ended: whether the sequence gets no more tokens.
+        reason, error: why the sequence ended; set once all of its tokens are released.
         tokens: the new tokens.
-        num_released: how many of these are final: no rule can cut them.
-        is_stopped: whether a rule has ended it.
-        grammar_error: the number of new tokens after which the grammar has a dead end, and why; None = none was found
-            so far.
+        num_released: how many new tokens are final, so that no rule can cut them.
+        is_stopped: whether a rule has ended the sequence.
+        grammar_error: the number of new tokens after which the grammar has a dead end, and why; None = no dead end was
+            found so far.
     """
 
     prompt: list[int]
@@ -58,7 +59,7 @@ class Row:
         return self.ended and self.num_released == len(self.tokens)
 
     def cut(self, num_tokens: int) -> bool:
-        """End the sequence after this many new tokens; returns False if it has fewer."""
+        """End the sequence after this many new tokens. Returns False if it has fewer tokens."""
         if num_tokens > len(self.tokens):
             return False
         del self.tokens[num_tokens:]
@@ -84,8 +85,8 @@ class Row:
 
 
 def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:
-    """Ask the rules of each row about its `num_new` newest tokens; returns the rows that they cut."""
-    # One call per rule, for all rows that have it.
+    """Call the rules of each row for its `num_new` newest tokens. Returns the rows that the rules cut."""
+    # Call each rule once, for all rows that have it.
     asked: dict[RowRule, list[tuple[int, int]]] = {}
     for index, (row, count) in enumerate(zip(rows, num_new, strict=True)):
         for rule in row.rules if count else ():
@@ -98,14 +99,15 @@ def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:
 
 
 class BatchRules:
-    """Asks rules about the n-th new tokens of all rows once every row has n or has ended. A row that ended before is
-    filled with pad_token_id. Tokens are held back until then, because a rule may still cut them.
+    """Calls rules that look at all rows together. The rules see the n-th new token of all rows once every row has n new
+    tokens or has ended. Rows that ended before are padded with pad_token_id. Tokens are held back until then, because a
+    rule may still cut them.
 
     Args:
         input_ids: [B, P], the prompts as the rules see them.
 
     Attributes:
-        num_asked: n so far.
+        num_asked: the number of new tokens per row that the rules have seen.
     """
 
     def __init__(self, rules: Sequence[BatchRule], input_ids: Tensor, pad_token_id: int) -> None:
@@ -115,7 +117,7 @@ class BatchRules:
         self._pad_token_id = pad_token_id
 
     def ask(self, rows: Sequence[Row]) -> set[int]:
-        """Ask about all tokens that every row has; returns the rows that the rules cut."""
+        """Call the rules for each new token that all unfinished rows have. Returns the rows that the rules cut."""
         cuts = set()
         while self.num_asked < _num_known(rows):
             place, self.num_asked = self.num_asked, self.num_asked + 1
@@ -129,6 +131,7 @@ class BatchRules:
 
 
 def _num_known(rows: Sequence[Row]) -> int:
-    """The least number of new tokens of a row that has not ended; if all have ended, the largest of any row."""
+    """The smallest number of new tokens of the unfinished rows. If all rows have ended, the largest number of any
+    row."""
     growing = [len(row.tokens) for row in rows if not row.ended]
     return min(growing, default=max(len(row.tokens) for row in rows))

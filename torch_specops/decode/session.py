@@ -31,10 +31,10 @@ from .state import ROOM
 class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
 
-    A request gets the tokens that `generate` gives it alone with the same seed, up to the rounding of the models:
-    always with `verify="gumbel"`, otherwise with a constant schedule and a draft that does not learn from other
-    sequences (as `SuffixLookup` does). An error of a model ends all requests and closes the session; an error of one
-    request is in its completion. Leaving a `with` block closes the session.
+    With the same seed, a request gets the tokens that `generate` would give it alone, up to the rounding of the models.
+    With `verify="gumbel"` this is always so. With other ops it is so if the schedule is constant and the draft does not
+    learn from other sequences, as `SuffixLookup` would. An error of a model ends all requests and closes the session.
+    An error of one request is reported in its completion. Leaving a `with` block closes the session.
 
     Examples:
         >>> import threading, transformers, torch_specops
@@ -72,7 +72,8 @@ class Session:
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
-        # `_changed` guards the fields below, for any thread; the thread that holds `_stepping` runs the steps.
+        # Any thread may use the fields below while it holds `_changed`. Only the thread that holds `_stepping` runs
+        # steps.
         self._changed = threading.Condition()
         self._stepping = threading.RLock()
         self._waiting: deque[Handle] = deque()
@@ -93,7 +94,7 @@ class Session:
 
     @property
     def num_free(self) -> int:
-        """How many requests could get a row now."""
+        """How many more requests could get a row now."""
         with self._changed:
             return self._rows.count(None) - len(self._waiting)
 
@@ -109,25 +110,25 @@ class Session:
         Raises:
             RuntimeError: the session is closed.
         """
-        given = request if isinstance(request, Request) else Request(request)
+        full_request = request if isinstance(request, Request) else Request(request)
         target = self._steps.target
         prompt: Prompts | str
         try:
-            prompt = read_request(given, target, self._sampling, self._logprobs, self._top_logprobs)
+            prompt = read_request(full_request, target, self._sampling, self._logprobs, self._top_logprobs)
             check_room(target, int(prompt.state.limits), self._max_length)
             self._steps.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
         except Exception as error:
-            # A tokenizer or a grammar of the user may raise anything.
+            # The user's tokenizer or grammar may raise any exception.
             prompt = f"{type(error).__name__}: {error}"
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
             handles = [handle for handle in [*self._rows, *self._waiting] if handle is not None]
-            if given.grammar is not None and any(given.grammar is handle.grammar for handle in handles):
+            if full_request.grammar is not None and any(full_request.grammar is handle.grammar for handle in handles):
                 prompt = "grammar: it is the state of one text, and another request has it"
-            handle = Handle(self._num_submitted, prompt, given.max_time, self._cancel)
+            handle = Handle(self._num_submitted, prompt, full_request.max_time, self._cancel)
             self._num_submitted += 1
             self._waiting.append(handle)
             self._changed.notify_all()
@@ -179,7 +180,7 @@ class Session:
     def close(self) -> None:
         """End all requests, with the finish reason "cancelled"; may be called from any thread."""
         with self._changed:
-            # From here on, `submit` refuses requests.
+            # Close first, so that `submit` refuses requests while this call waits for the running step.
             self._is_closed = True
             self._changed.notify_all()
         with self._stepping:
@@ -199,7 +200,7 @@ class Session:
                 self._waiting.remove(handle)
 
     def _fail(self, error: BaseException) -> None:
-        # The state may be in the middle of a step, so it is not read again.
+        # The state may be in the middle of a step, so `_end` must not read log-probabilities from it.
         self._has_failed = True
         self._close("error", f"{type(error).__name__}: {error}")
 
@@ -213,14 +214,15 @@ class Session:
             self._waiting.clear()
 
     def _begin_rows(self) -> None:
-        """Start a batch of free rows. A model with an encoder starts with its first input instead."""
+        """Start a batch of free rows. If the target has an encoder, the batch starts with the inputs of the first
+        request instead."""
         self._is_begun = self._is_unread = False
         if not self._steps.target.reads_inputs:
             with self._guard.computing(self._stream):
                 self._batch = self._free_rows(None)
 
     def _free_rows(self, inputs: Mapping[str, Tensor] | None) -> Batch:
-        """A batch of free rows, which are finished sequences of one token."""
+        """A batch in which all rows are free. A free row has a finished sequence of one token."""
         steps, batch = self._steps, len(self._rows)
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
         prompts = read_prompts(
@@ -249,7 +251,8 @@ class Session:
                 self._end_row(row, "cancelled")
 
     def _look(self) -> None:
-        """Adapt to models that have changed. If all rows are free, the models restart with new caches where needed.
+        """Adapt to models that have changed. If all rows are free and the models have changed or were used by another
+        call, the batch starts again.
 
         Raises:
             RuntimeError: an unfinished sequence does not fit a changed model.
@@ -270,7 +273,8 @@ class Session:
             self._is_unread = False
 
     def _admit(self) -> None:
-        """Admit waiting requests to free rows, and end those that need no row. Takes at most a batch of requests."""
+        """Admit waiting requests to free rows, and end those that need no row. Takes at most as many requests as there
+        are rows."""
         admitted: dict[int, Prompts] = {}
         with_images: dict[int, Prompts] = {}
         free = [row for row, handle in enumerate(self._rows) if handle is None]
@@ -288,13 +292,14 @@ class Session:
                 else:
                     row = free.pop(0)
                     self._rows[row] = handle
-                # Remove it last: an interrupt before this leaves it in both places, where `_close` ends it.
+                # Remove the request last: after an interrupt before this line it is in `_rows` and in `_waiting`, and
+                # `_close` ends it.
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue
             handle.deadline = time.monotonic() + float(handle.max_time)
             try:
-                # The vocabulary may have shrunk since the request was read.
+                # The vocabulary may have shrunk since `submit` checked the request.
                 check_tokens(handle.prompt.state.tokens, self._steps.target.vocab_size)
                 self._replace_inputs(row, handle.prompt.inputs)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -311,7 +316,7 @@ class Session:
             try:
                 self._batch.fill({row: prompt})
             except ValueError as error:
-                # The model has refused the images.
+                # The target has refused the images, which is an error of this request alone.
                 self._end_row(row, "error", str(error))
 
     def _replace_inputs(self, row: int, inputs: Mapping[str, Tensor] | None) -> None:
@@ -320,14 +325,15 @@ class Session:
         if inputs is None:
             return
         if self._batch is None or not self._is_begun:
-            # All rows start with the inputs of the first request.
+            # Start all rows with the inputs of the first request, because a model with an encoder needs inputs to
+            # start.
             copies = {name: value.expand(len(self._rows), *value.shape[1:]) for name, value in inputs.items()}
             self._batch = self._free_rows(copies)
         else:
             self._batch.replace_inputs(row, inputs)
 
     def _advance(self) -> None:
-        """Run a step; ends the requests that end with it."""
+        """Run a step, and complete the requests that it finishes."""
         if self._batch is None or all(handle is None for handle in self._rows):
             return
         step, now = self._batch.step(), time.monotonic()
@@ -347,13 +353,13 @@ class Session:
         self._batch.end(row, reason)
         self._end(handle, reason, error)
 
-    # Not in inference mode, because users may train on the output.
+    # Leave inference mode: users may train on the output, and autograd refuses inference tensors.
     @torch.inference_mode(False)
     def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
-        """Complete a request that is not complete, and free its row."""
+        """Complete a request and free its row, unless it is already complete."""
         with self._changed:
             if handle.done:
-                # An interrupt may have come before the waiters were woken.
+                # An interrupt may have prevented `end` from waking the waiting threads and tasks.
                 handle.wake()
                 return
             row = self._rows.index(handle) if handle in self._rows else None
@@ -376,7 +382,7 @@ class Session:
                 handle.prompt if isinstance(handle.prompt, str) else error,
                 top if self._top_logprobs else None,
             )
-            # Wake the waiters first, in case an interrupt comes below.
+            # Wake waiting threads first, so that an interrupt in the lines below does not leave them waiting.
             handle.end(completion)
             self._ended.append(completion)
             if row is not None:
@@ -384,8 +390,8 @@ class Session:
 
 
 class Completions(Iterator[Completion]):
-    """The completions of requests, which are taken one by one as rows become free; closes the session at the end. If
-    the guard refuses a step, this raises, and the next call continues."""
+    """Iterates over the completions of requests. Takes requests one by one as rows become free, and closes the session
+    at the end. If the guard refuses a step, `next` raises, and the following call continues."""
 
     def __init__(self, session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool) -> None:
         self._ended = _completions_of(session, requests, progress)
@@ -410,16 +416,17 @@ def _completions_of(
         while True:
             for request in islice(remaining, max(session.num_free, 0)):
                 session.submit(request)
-            # All rows are free, and no request is left.
+            # The session is idle and `requests` is exhausted, so all requests are complete.
             if session.is_idle:
                 return
             try:
                 completions = session.step()
             except RuntimeError as error:
-                # An error within a step has ended all requests.
+                # If the session is idle now, the error came from within the step and has ended all requests.
                 if session.is_idle:
                     raise
-                # The guard has refused the step. Yield the error, because a generator that raises has ended.
+                # The guard has refused the step, so the session goes on. Yield the error, because a generator that
+                # raises cannot continue.
                 yield error
                 continue
             for completion in completions:

@@ -1,4 +1,4 @@
-"""The tensors of a batch: their layout, copies with more room, and new sequences in their rows."""
+"""The tensors of a batch: their layout, copies with more capacity, and writing new sequences into their rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
 
-# [B, W] or [B, W, N], which grow along W: the value of a slot without a token.
+# Tensors [B, W] or [B, W, N] of a state, with the value of a slot that has no token. More capacity makes W larger.
 PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
-# [B], of the state itself.
+# Tensors [B] of `DecodeState`.
 PER_ROW = ("lengths", "limits", "finished", "failed", "seeds")
-# [B], of the sampling: the value of a free row, which is greedy because that costs least.
+# Tensors [B] of the sampling parameters, with the value of a free row. Free rows are greedy, because that costs least.
 PER_ROW_SAMPLING = NEUTRAL | {"temperature": 0.0, "prompt_lengths": 0}
-# The sizes of a session's compiled steps: E of eos [B, E], the longest n-gram, and the words and pieces per row, of
-# which rows share the sum. Steps run eagerly while a request needs more, so that no request compiles for itself alone.
+# The sizes of a session's compiled steps: eos tokens per row, the longest n-gram, and words and pieces per row (of
+# which all rows share the sum). While a request needs more, steps run eagerly, so that no step is compiled for a single
+# request.
 ROOM = {"eos": 8, "longest_ngram": 8, "words": 32, "pieces": 32}
-# The sizes of a state, by the names of ROOM; and for `is_sampled` and each tensor of PER_ROW_SAMPLING 1 if steps use
-# it, else 0.
+# The sizes of a state: a size for each name in ROOM. `is_sampled` and the names in PER_ROW_SAMPLING have 1 if steps use
+# them, else 0.
 Sizes = dict[str, int]
 
 
@@ -34,20 +35,20 @@ class DecodeState:
     """A batch of sequences. With the caches of the models, this is all that a step reads and writes.
 
     Args:
-        tokens: [B, W] int64, each sequence from index 0 on. In a step, W exceeds the largest limit by K + 1.
+        tokens: [B, W] int64, each sequence from index 0 on. In a step, W is at least the largest limit + K + 1.
         lengths: [B] int64 >= 1, tokens of each sequence. The target has read all but the newest.
         limits: [B] int64, the length at which a row ends.
         eos: [B, E] int64, tokens that end a row; -1 is none.
         finished: [B] bool.
-        failed: [B] bool, rows that ended because the target gave no finite logit; read around an exported step.
+        failed: [B] bool, rows that ended because the target gave no finite logit.
         seeds: [B] int64.
         sampling: temperature, filters and processors of each row.
         is_sampled: whether any temperature is above 0. If none is, a step draws no random numbers.
         logprobs: [B, W] float32, the log-probability of every emitted token under the target, NaN elsewhere; None = not
-            wanted.
-        logprobs_of: as `logprobs` of `log_probabilities`; None = not wanted.
+            computed.
+        logprobs_of: "raw" or "processed", as in `log_probabilities`; None = not computed.
         top_tokens, top_values: [B, W, N] int64 and float32, the N most likely tokens at each emitted token and their
-            log-probabilities, -1 and NaN elsewhere; None = not wanted.
+            log-probabilities, -1 and NaN elsewhere; None = not computed.
     """
 
     tokens: Tensor
@@ -83,7 +84,7 @@ def _tensors_in(part: DecodeState | SamplingTensors | Processors) -> dict[str, T
 
 @normal_tensors()
 def moved(state: DecodeState, device: torch.device, capacity: int) -> DecodeState:
-    """A state with copies of its tensors on the device, and room for `capacity` tokens in a row."""
+    """Copy a state and its tensors to the device, with room for `capacity` tokens in each row."""
 
     def copies(part: DecodeState | SamplingTensors | Processors) -> dict[str, Any]:
         return {name: tensor.to(device, copy=True) for name, tensor in _tensors_in(part).items()}
@@ -100,13 +101,13 @@ def moved(state: DecodeState, device: torch.device, capacity: int) -> DecodeStat
 
 def copy_state(old: DecodeState, new: DecodeState) -> None:
     """Copy `new` into the tensors of `old`, which has the same shape."""
-    for own, value in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
-        if own is not value:
-            own.copy_(value)
+    for old_tensor, new_tensor in zip(tensors_of(old).values(), tensors_of(new).values(), strict=True):
+        if old_tensor is not new_tensor:
+            old_tensor.copy_(new_tensor)
 
 
 def shape_of(state: DecodeState) -> Hashable:
-    """Everything that a compiled piece takes as constant for a batch, except for K and the inputs."""
+    """Everything that compiled pieces treat as constant for a batch, except K and the shapes of the inputs."""
     processors = state.sampling.processors
     constants = state.is_sampled, state.logprobs_of, None if processors is None else processors.constants
     return autocast_of(state.tokens.device), constants, shapes_of(tensors_of(state))
@@ -117,43 +118,45 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Hashable:
 
 
 class Texts:
-    """The sequences that were admitted one by one to rows of a batch, each as the state of a batch of one."""
+    """The sequences that were admitted one by one to rows of a batch. Each sequence is the state of a batch of one."""
 
     def __init__(self) -> None:
         self._texts: dict[int, DecodeState] = {}
-        # Whether the newest state has the sampling of exactly these sequences.
+        # Whether the newest state has the sampling parameters of exactly these sequences.
         self._is_fitted = True
-        # The sizes of the newest state, and of compiled steps.
+        # The sizes of the newest state, and the sizes of compiled steps.
         self._sizes: Sizes = {}
         self._compiled_sizes: Sizes = {}
 
     def begin(self, state: DecodeState, texts: Mapping[int, DecodeState]) -> None:
-        """Write sequences, on any device, into rows of the state; `fitted` writes their sampling and eos tokens."""
+        """Write sequences into rows of the state. The tensors of the sequences may be on any device. `fitted` writes
+        the sampling parameters and eos tokens."""
         for row, text in texts.items():
             for name in PER_ROW:
                 getattr(state, name)[row] = getattr(text, name)[0]
             for name, free in PER_SLOT.items():
-                whole, own = getattr(state, name), getattr(text, name)
-                if whole is not None:
-                    whole[row] = free
-                    whole[row, : own.shape[1]] = own[0]
+                all_rows, new_row = getattr(state, name), getattr(text, name)
+                if all_rows is not None:
+                    all_rows[row] = free
+                    all_rows[row, : new_row.shape[1]] = new_row[0]
         self._texts |= texts
         self._is_fitted, self._sizes = False, {}
 
     def end(self, rows: Iterable[int]) -> None:
-        """Forget the sequences of these rows; the next state has no room for their sampling."""
+        """Forget the sequences of these rows, so that the next state leaves out their sampling parameters."""
         for row in rows:
             if self._texts.pop(row, None) is not None:
                 self._is_fitted = False
 
     def fitted(self, state: DecodeState, compiled: bool) -> tuple[DecodeState | None, bool]:
-        """The state with the sampling and the eos tokens of the sequences, in new tensors.
+        """Make a state with the sampling parameters and the eos tokens of the sequences, in new tensors.
 
-        An eager state has the filters and processors of these sequences only: three unused filters made steps a third
-        slower. A compiled state has all that any sequence has used so far, in the sizes of `ROOM`.
+        An eager state has only the filters and processors of these sequences, because three unused filters made steps a
+        third slower. A compiled state has every filter and processor that a sequence has used so far, in the sizes of
+        `ROOM`.
 
         Returns:
-            The state, or None if the newest one fits; and whether compiled steps have room for it.
+            The state, or None if the newest state already fits; and whether compiled steps have room for it.
         """
         if self._is_fitted:
             return None, False
@@ -180,7 +183,7 @@ def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
     return {
         "eos": max((text.eos.shape[1] for text in texts), default=1),
         "is_sampled": any(text.is_sampled for text in texts),
-        # No n-gram is longer than the row.
+        # No n-gram is longer than the row, so a larger size would only cost time.
         "longest_ngram": min(max(ngrams, default=0), round_up(capacity, 4)),
         "words": round_up(sum(words for words, _ in counts), 8) if "words" in used else 0,
         "pieces": round_up(sum(pieces for _, pieces in counts), 8) if "words" in used else 0,
@@ -190,7 +193,8 @@ def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
 
 @normal_tensors()
 def _with_sampling(state: DecodeState, texts: Mapping[int, DecodeState], sizes: Sizes) -> DecodeState:
-    """The state with the eos tokens and the sampling of these sequences, by row, in new tensors of these sizes."""
+    """Make a state with the eos tokens and the sampling parameters of `texts` (row -> sequence), in new tensors of
+    these sizes."""
     batch, device = len(state.lengths), state.tokens.device
     eos = torch.full((batch, sizes["eos"]), -1, device="cpu")
     numbers = {

@@ -1,7 +1,7 @@
 """One step of the loop: draft, let the target read the drafts, verify them with an op, and commit the emitted tokens.
 
-Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address, so a step
-can be compiled as one graph, or captured into a CUDA graph and replayed.
+Nothing here waits for the device, no shape depends on data, and every tensor of the state keeps its address. So a step
+can be compiled as one graph, or captured as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..sampling import SamplingTensors
 from ..sampling.logprobs import LogProbabilities, filtered, log_probabilities
 from .state import DecodeState
 
-# (a step's drafts, the number of drafts per row [B]) -> how many of each row to verify.
+# Takes a step's drafts and the number of drafts of each row [B]. Returns how many drafts of each row to verify.
 Choose = Callable[[Draft, Tensor], list[int]]
-# (a step's drafts) -> (the drafts to verify, the bitmask of `verify_and_commit`).
+# Takes a step's drafts. Returns the drafts to verify, and the bitmask that `verify_and_commit` takes.
 Masks = Callable[[Draft], tuple[Draft, Tensor]]
 
 
@@ -36,12 +36,13 @@ class StepPlan:
     """The settings of a step.
 
     Args:
-        num_draft_tokens: K.
-        is_compiled: True = all rows have the same number of drafts, padding included, and the target has read the
-            prompts.
-        masks: asks grammars between the drafts and their verification; None = no row has a grammar.
-        choose: on a CPU, chooses how many drafts of each row to verify. An eager step then reads no padding; a compiled
-            step verifies the largest number in all rows, and a step of that size must be ready. None = verify all K.
+        num_draft_tokens: the number of drafts per row, K.
+        is_compiled: whether the step is compiled. If so, all rows have the same number of drafts, padding included, and
+            the target has read the prompts.
+        masks: asks the grammars after drafting and before verification; None = no row has a grammar.
+        choose: on a CPU, chooses how many drafts of each row to verify. An eager step then reads no padding. A compiled
+            step verifies the largest chosen number in all rows, and a compiled step of that size must be ready. None =
+            verify all K.
         prefill_length: the length of every row if the target has read nothing yet; None = it has read all but the
             newest token.
         on_logits: called with the target's logits [B, K+1, V].
@@ -87,9 +88,9 @@ class Verifier:
         checks.check_fraction("lenience", self.lenience)
         checks.check_fraction("argmax_lenience", self.argmax_lenience)
         for name, op in numbers.items():
-            given, default = getattr(self, name), getattr(Verifier, name)
-            if given != default and self.op != op:
-                raise ValueError(f"{name}: only verify={op!r} has it; expected {default}, got {given} with {self.op!r}")
+            value, default = getattr(self, name), getattr(Verifier, name)
+            if value != default and self.op != op:
+                raise ValueError(f"{name}: only verify={op!r} has it; expected {default}, got {value} with {self.op!r}")
         if self.op not in ("exact", "block", "gumbel", "sigmoid"):
             raise ValueError(f"verify: expected 'exact', 'block', 'gumbel' or 'sigmoid', got {self.op!r}")
 
@@ -122,11 +123,12 @@ class Verifier:
         if self.op == "gumbel":
             return verify_gumbel(target_logits, draft.tokens, *numbers, temperature, **filters)
         if draft.tokens.shape[1] == 0:
-            # Without drafts these ops draw from the target's row, which `sample` does with less work.
+            # Without drafts, all verify ops only draw from the target's distribution, and `sample` does that with less
+            # work.
             tokens, _ = sample(target_logits[:, 0], numbers[1], temperature, **filters)
             return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
-            # This op takes no filters, so both sides are filtered first.
+            # `verify_sigmoid` takes no filters, so filter the logits of target and draft first.
             target_logits, filters = filtered(target_logits, sampling), {}
             if draft.logits is not None:
                 draft_logits = filtered(draft.logits, sampling)
@@ -141,14 +143,14 @@ class Verifier:
 def speculative_step(
     target: LanguageModel, draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, verify: Verifier
 ) -> Tensor:
-    """Draft up to K tokens, verify them, and commit the emitted tokens. Returns the step's record [B, K+4], which
-    `unpack_record` unpacks."""
+    """Draft up to K tokens, verify them, and commit the emitted tokens. Returns the step's record [B, K+4], for
+    `unpack_record`."""
     proposal = propose(draft, state, num_draft_tokens, target.vocab_size)
     return verify_and_commit(target, state, proposal, verify)
 
 
 def propose(draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, vocab_size: int) -> Draft:
-    """Up to K drafts for each row, checked if the source is a user's."""
+    """Propose up to K drafts for each row. The proposals of user-defined sources are checked."""
     return proposal_of(draft, state.tokens, state.lengths, num_draft_tokens, state.sampling, state.seeds, vocab_size)
 
 
@@ -165,7 +167,8 @@ def verify_and_commit(
     Args:
         proposal: tokens [B, K].
         bitmask: [B, K+1, ceil(V / 32)] int32, the tokens that a grammar allows at each position; None = all.
-        plan: of an eager step; None = all drafts are verified, and the target has read all but the newest token.
+        plan: the plan of an eager step; None = all drafts are verified, and the target has read all but the newest
+            token.
     """
     plan = StepPlan(proposal.tokens.shape[1]) if plan is None else plan
     proposal, num_proposed = _chosen_drafts(target, state, proposal, plan)
@@ -177,30 +180,32 @@ def verify_and_commit(
 
 
 def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int], list[bool]]:
-    """A record [B, K+4] as emitted tokens of each row, accepted drafts, proposed drafts, and whether the row has
-    finished."""
+    """Unpack a record [B, K+4]. Returns for each row: its emitted tokens, the number of accepted drafts and of proposed
+    drafts, and whether it has finished."""
     rows = record.tolist()
     tokens = [[token for token in row[:-3] if token >= 0] for row in rows]
     return tokens, [row[-3] for row in rows], [row[-2] for row in rows], [row[-1] == 1 for row in rows]
 
 
 def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -> tuple[Draft, Tensor]:
-    """Replace tokens outside the vocabulary or beyond the row's room by -1 (padding), and for deterministic drafts also
-    the target's `undrafted` tokens. Returns the drafts, and how many each row has before its first padding [B]."""
+    """Replace drafts outside the vocabulary or beyond the row's limit by -1 (padding). In deterministic drafts, also
+    replace the tokens in `target.undrafted`. Returns the drafts, and the number of drafts before the first padding of
+    each row [B]."""
     tokens, room = proposal.tokens, _room(state)
     if tokens.shape[1] == 0:
         return proposal, torch.zeros_like(room)
-    # The last token before the limit is the next token, which needs no draft.
+    # The last token before the limit needs no draft, because every step emits a next token.
     is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
     is_draft = is_inside & (tokens >= 0) & (tokens < target.vocab_size)
-    # The padding of sampled drafts must not depend on the tokens that were drawn.
+    # Keep `undrafted` tokens in sampled drafts: if padding depended on the drawn tokens, the output's distribution
+    # would change.
     for token in target.undrafted if proposal.logits is None else ():
         is_draft = is_draft & (tokens != token)
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
 
 def _chosen_drafts(target: LanguageModel, state: DecodeState, proposal: Draft, plan: StepPlan) -> tuple[Draft, Tensor]:
-    """The drafts to verify, and how many each row has [B]."""
+    """The drafts to verify, and the number of drafts of each row [B]."""
     proposal, num_proposed = checked_drafts(proposal, state, target)
     if plan.choose is None or proposal.tokens.shape[1] == 0:
         return proposal, num_proposed
@@ -222,10 +227,12 @@ def _read_drafts(
     positions = readable_positions(target, (state.lengths - num_unread).unsqueeze(1) + index)
     unread = state.tokens.gather(1, positions[:, :num_unread])
     if num_draft_tokens > 0:
-        # Pad with the newest token: in a row at the model's limit, the clamped positions of padding write to its slot.
+        # Replace padding by the newest token: in a row at the model's limit, padding has a clamped position and writes
+        # to the newest token's slot.
         unread = torch.cat([unread, torch.where(drafts < 0, unread[:, -1:], drafts)], 1)
     if plan.choose is not None and plan.prefill_length is None and unread.shape[0] > 1 and target.reads_rows:
-        # Processors and `on_logits` get all rows, and may not handle NaN.
+        # Set the logits of skipped positions to 0, because processors and `on_logits` get them too and may not handle
+        # NaN.
         is_filled = plan.on_logits is not None or state.sampling.processors is not None
         logits = read_ragged(target, unread, positions, num_proposed, state.finished, is_filled=is_filled)
     else:
@@ -236,7 +243,8 @@ def _read_drafts(
 
 
 def _processed(state: DecodeState, drafts: Tensor, logits: Tensor, bitmask: Tensor | None) -> Tensor:
-    """The target's logits after processors and grammars: position i follows the sequence and i drafts [B, K]."""
+    """Apply processors and grammars to the target's logits. Position i follows the sequence and the first i drafts [B,
+    K]."""
     if state.sampling.processors is not None:
         lengths = state.lengths.unsqueeze(1) + torch.arange(drafts.shape[1] + 1, device=drafts.device)
         text = state.tokens.scatter(1, lengths[:, :-1], drafts)
@@ -245,7 +253,7 @@ def _processed(state: DecodeState, drafts: Tensor, logits: Tensor, bitmask: Tens
 
 
 def _random_numbers(state: DecodeState, proposal: Draft, verify: Verifier) -> tuple[Tensor, Tensor]:
-    """The `numbers` that a verifier takes."""
+    """The random numbers that `Verifier` takes as `numbers`."""
     if verify.op == "gumbel":
         return state.seeds, state.lengths
     batch, num_draft_tokens = proposal.tokens.shape
@@ -256,7 +264,7 @@ def _random_numbers(state: DecodeState, proposal: Draft, verify: Verifier) -> tu
 
 
 def _logprobs(state: DecodeState, raw: Tensor, processed: Tensor, tokens: Tensor) -> LogProbabilities | None:
-    """The log-probabilities of the tokens [B, K+1], before or after the processors; None = not wanted."""
+    """The log-probabilities of the tokens [B, K+1], before or after the processors; None = not computed."""
     if state.logprobs_of is None:
         return None
     logits = raw if state.logprobs_of == "raw" else processed
@@ -265,7 +273,7 @@ def _logprobs(state: DecodeState, raw: Tensor, processed: Tensor, tokens: Tensor
 
 
 def _room(state: DecodeState) -> Tensor:
-    """[B] new tokens that each row may still get."""
+    """The number of new tokens that each row may still get, [B]."""
     return torch.where(state.finished, 0, state.limits - state.lengths)
 
 
@@ -277,11 +285,12 @@ def _commit(
     index = torch.arange(width, device=tokens.device)
     num_tokens = (tokens >= 0).sum(1)
     is_eos = (tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
-    # The -1 after the tokens equals the padding of `eos`, but comes too late to matter.
+    # `eos` is padded with -1, which also follows the emitted tokens. A match there changes nothing, because it comes
+    # after all tokens.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, _room(state))
     count = torch.minimum(num_tokens, most)
-    # A row that reaches an eos or its limit before the failed position has not failed.
+    # A row has not failed if it reaches an eos token or its limit before the position without a finite logit.
     failed = (num_tokens == num_accepted) & (count < most)
 
     is_emitted = index < count.unsqueeze(1)
@@ -290,13 +299,13 @@ def _commit(
     state.tokens.scatter_(1, slots, torch.where(is_emitted, tokens, state.tokens.gather(1, slots)))
     if logprobs is not None:
         wanted = state.logprobs, state.top_tokens, state.top_values
-        for kept, new, nothing in zip(wanted, logprobs, (math.nan, -1, math.nan), strict=True):
-            if kept is not None:
-                # Top log-probabilities have one more dimension.
+        for stored, new, nothing in zip(wanted, logprobs, (math.nan, -1, math.nan), strict=True):
+            if stored is not None:
+                # Top log-probabilities have one more dimension, so expand the indices.
                 places, is_new = slots, is_emitted
                 if new.dim() == 3:
                     places, is_new = (each.unsqueeze(2).expand_as(new) for each in (slots, is_emitted))
-                kept.scatter_(1, places, torch.where(is_new, new, nothing))
+                stored.scatter_(1, places, torch.where(is_new, new, nothing))
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))

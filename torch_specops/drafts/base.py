@@ -17,17 +17,17 @@ from ..sampling import SamplingTensors
 
 @dataclass(frozen=True)
 class Draft:
-    """K proposed tokens per sequence, and the distribution they were drawn from.
+    """K proposed tokens for each sequence, and the distribution they were drawn from.
 
     Args:
         tokens: [B, K] int64 or int32; -1 is padding, and drafts after the first padding are not verified. Whether a
-            sampled draft j is padding may depend on the sequence, on the drafts before it and on its distribution q_j,
-            but never on the token drawn from q_j: that would change the output's distribution.
-        logits: [B, K, V], the logits that the tokens were sampled from, after processors, before temperature and
-            filters; None = the draft is deterministic (q is one-hot), or shares the target's noise.
-        lse: [B, K] float32, the logsumexp that `sample` returned with each token; None where `logits` is None.
-        matches: [B] int64, for looked-up drafts: the length of each sequence's match, in tokens; None = not known.
-            `Auto` learns from it.
+            sampled draft j is padding may depend on the sequence, on the drafts before it and on its distribution q_j.
+            It must not depend on the token drawn from q_j, because that would change the output's distribution.
+        logits: [B, K, V], the logits that the tokens were sampled from, after processors and before temperature and
+            filters. None = the draft is deterministic (q is one-hot), or shares the target's noise.
+        lse: [B, K] float32, the logsumexp that `sample` returned with each token; None if `logits` is None.
+        matches: [B] int64, for drafts from a lookup: the length of each sequence's match in tokens; None = not known.
+            The schedule `Auto` uses it to estimate acceptance.
     """
 
     tokens: Tensor
@@ -43,34 +43,36 @@ def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
 
 
 class DraftSource(Part, ABC):
-    """A source of draft tokens. To write your own, derive from this class and define `propose`.
+    """A source of draft tokens. To write a new source, derive from this class and define `propose`.
 
-    In every method, `tokens` [B, W] int64 holds the sequences from index 0 on, and `lengths` [B] int64, 1..W, says
-    where they end; ignore entries at or after a row's length. All methods but `propose` run eagerly.
+    In every method, `tokens` [B, W] int64 holds the sequences from index 0 on, and `lengths` [B] int64, 1..W, holds
+    their lengths. Ignore entries of `tokens` at or after a row's length. All methods except `propose` run eagerly.
 
-    `propose` becomes part of a compiled step: it must be traceable by torch.compile and must not wait for the device.
-    The loop checks what your `propose` returns, and passes it a copy of the tokens. Writing into this copy, or
-    proposing a token outside the vocabulary, raises in an eager step on a CPU and has no effect elsewhere. `propose`
-    and `catch_up` may run in inference mode: do not create tensors there that a later call writes. The other methods
-    run outside inference mode.
+    `propose` becomes part of a compiled step. torch.compile must be able to trace it, and it must not wait for the
+    device. The loop passes a copy of the tokens to `propose`, and checks its result. If `propose` writes into the copy
+    or proposes a token outside the vocabulary, an eager step on a CPU raises; other steps ignore it.
+
+    `propose` and `catch_up` may run in inference mode. Do not create tensors in them that a later call writes to. The
+    other methods run outside inference mode.
 
     Attributes:
-        deterministic: True = proposals depend on the sequence alone, and `Draft.logits` is None.
-        looks_up: True = the source is deterministic and takes a small part of a step's time. An eager step on a CPU
-            then asks for K drafts, and the schedule chooses how many of the drafts found are verified.
-        vocab_size: the number of tokens that the source can propose; None = any of the target's.
-        device: where its tensors live; None = wherever the tokens are.
-        max_length: the longest sequence it can read; None = no known limit. A longer row gets no more drafts: every
-            method but `on_finished` then gets 1 as its length.
+        deterministic: True = proposals depend only on the sequence, and `Draft.logits` is None.
+        looks_up: True = the source is deterministic and takes a small part of the time of a step. An eager step on a
+            CPU then asks for K drafts, and the schedule chooses how many of the returned drafts are verified.
+        vocab_size: the number of tokens that the source can propose; None = all tokens of the target.
+        device: the device of its tensors; None = the device of the tokens.
+        max_length: the longest sequence it can read; None = no known limit. A longer row gets no more drafts, and every
+            method except `on_finished` gets 1 as its length.
         default_draft_tokens: K if the caller gives none; None = 5.
         max_draft_tokens: the largest K; None = no limit.
-        compiles_itself: True = `propose` compiles its own pieces, for the shapes that `compile` names; False = a
-            compiled loop compiles `propose` as a whole.
-        feature_layers: the target's layers, counted from 0, whose inputs the source reads from `FeatureModel.features`;
-            the number of layers stands for the input of the head, after the last norm. () = none.
-        is_checked: True = the loop checks proposals. Set per class: True if `propose` is defined outside this package.
+        compiles_itself: True = `propose` compiles parts of itself, for the shape that `compile` was called with. False
+            = a compiled loop compiles `propose` as a whole.
+        feature_layers: the indices of the target's layers whose inputs the source reads from `FeatureModel.features`.
+            The number of layers, as an index, means the input of the head, after the last norm. () = no features.
+        is_checked: True = the loop checks proposals. It is set for each class, to True if `propose` is defined outside
+            this package.
 
-    A source may also define members of `Part`, such as `inside` for the models that it uses.
+    A source may also override members of `Part`, such as `inside`, which lists the models that it uses.
     """
 
     deterministic: bool = True
@@ -89,75 +91,78 @@ class DraftSource(Part, ABC):
         cls.is_checked = not cls.propose.__module__.startswith("torch_specops.")
 
     def bind(self, target: LanguageModel) -> None:
-        """Called when the source becomes the draft of a target, and before every `start`, because another decoder may
-        have bound it in between."""
+        """Called when the source becomes the draft of a target. Also called before every `start`, because another
+        decoder may have bound the source to another target in between."""
 
     def expect(self, num_draft_tokens: int) -> None:
-        """Called before `start` with the most drafts that a step of the batch may have."""
+        """Called before `start` with the largest number of drafts in a step of the batch."""
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Read the prompts, before the first step of a batch. May wait for the device.
+        """Read the prompts. Called before the first step of a batch; it may wait for the device.
 
         Args:
-            capacity: the most tokens that a sequence may ever have, drafts included.
+            capacity: the largest number of tokens that a sequence may have, drafts included.
             inputs: the target's inputs besides the tokens, by name.
         """
 
     def compile(self, shape: Hashable | None) -> None:
-        """Called before `start` if `compiles_itself` is True. `shape` is equal for batches that can use the same
-        compiled graphs; None = the batch is decoded eagerly."""
+        """Called before `start` if `compiles_itself` is True. Batches that can use the same compiled graphs have an
+        equal `shape`; None = the batch is decoded eagerly."""
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        """Called before `propose` if the last `num_steps` steps had no drafts: each of them gave every unfinished row
-        one token. Must not wait for the device."""
+        """Called before `propose` if the last `num_steps` steps had no drafts. Each of these steps added one token to
+        every unfinished row. The method must not wait for the device."""
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Forget `rows` [A] int64 and read their new prompts. Called between two steps of a session, also for the first
-        prompts: `start` then gets rows of one dummy token. May wait for the device.
+        """Drop the state of `rows` [A] int64 and read their new prompts. A session calls this between two steps. It may
+        wait for the device. A session also calls it for the first prompts; `start` then gets rows with one dummy token.
 
         A source that overrides `start` must also override `restart` to work in sessions and `generate_many`.
         """
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
-        """Called before `restart` if the target has inputs besides the tokens. `inputs` are the new ones of this row,
+        """Called before `restart` if the target has inputs besides the tokens. `inputs` are the new inputs of this row,
         as in `start` with a batch of one."""
 
     @property
     def can_restart(self) -> bool:
-        """True = rows may get new prompts: the source overrides `restart`, or does not override `start`."""
+        """True if rows may get new prompts. This needs a source that overrides `restart`, or that does not override
+        `start`."""
         kind = type(self)
         return kind.start is DraftSource.start or kind.restart is not DraftSource.restart
 
     def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called with finished sequences, emitted tokens included; not called if the caller stops early."""
+        """Called with finished sequences, which include the emitted tokens. It is not called if the caller stops
+        early."""
 
     @abstractmethod
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Propose tokens to follow each sequence.
+        """Propose the next tokens of each sequence.
 
         Args:
             num_draft_tokens: K >= 1.
             sampling: the target's temperature, top-k, top-p and min-p. A source that samples must use all of them, as
-                `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise the verified q is not
-                the q that was sampled. If the target has processors, `sampling.process(logits, text, lengths)` applies
-                them, where `text` includes the drafts so far; without them, fewer drafts are accepted.
-            seeds: [B] int64; a source that samples takes `uniforms(seeds, lengths, K, "propose")` and no other stream.
-                If `sampling.coupled`, the output does not depend on the drafts, and `Draft.logits` are not read.
-                Acceptance is then highest for a source that draws draft i with
-                `sample_gumbel(logits, seeds, lengths + i, ..)`.
+                `sample(logits, draws, sampling.temperature, **sampling.filters)` does; otherwise drafts are verified
+                with another q than they were sampled from. If the target has processors, apply them with
+                `sampling.process(logits, text, lengths)`, where `text` includes the drafts so far. Without processors,
+                fewer drafts are accepted.
+            seeds: [B] int64. A source that samples must use `uniforms(seeds, lengths, K, "propose")` and no other
+                stream. If `sampling.coupled` is True, the output does not depend on the drafts, and `Draft.logits` is
+                not read. In that case, draw draft i with `sample_gumbel(logits, seeds, lengths + i, ..)` for the
+                highest acceptance rate.
         """
 
 
 def readable_lengths(source: DraftSource, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """The lengths [B] that a source gets: 1 for sequences that are longer than it can read."""
+    """The lengths [B] that are passed to a source, with 1 for sequences that are longer than it can read."""
     limit = _limit_within(source, tokens)
     return lengths if limit is None else torch.where(lengths > limit, 1, lengths)
 
 
 def _limit_within(source: DraftSource, tokens: Tensor) -> int | None:
-    """The source's `max_length` if tokens [B, W] have room for more, otherwise None."""
+    """The `max_length` of the source if rows of tokens [B, W] may be longer, otherwise None."""
     limit = source.max_length
     return None if limit is None or tokens.shape[1] <= limit else limit
 
@@ -171,8 +176,8 @@ def proposal_of(
     seeds: Tensor,
     vocab_size: int,
 ) -> Draft:
-    """Ask a source for drafts. Drafts beyond its `max_length` become padding, which depends on the sequence's length
-    alone."""
+    """Ask a source for drafts. Drafts beyond its `max_length` become padding. This does not change the output's
+    distribution, because it depends only on the length of the sequence."""
     if source is None or num_draft_tokens == 0:
         return Draft(tokens[:, :0])
     arguments = tokens, readable_lengths(source, tokens, lengths), num_draft_tokens, sampling, seeds
@@ -187,15 +192,15 @@ def proposal_of(
 def _checked_proposal(
     source: DraftSource, vocab_size: int, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any
 ) -> Draft:
-    """Call a user's `propose` and check the result, because an error would otherwise surface far from its cause, or as
-    wrong output. Eager steps on a CPU also check that `tokens` and `lengths` did not change."""
+    """Call a user's `propose` and check the result. Without the check, a mistake would cause an error far from its
+    origin, or wrong output. Eager steps on a CPU also check that `propose` did not change `tokens` and `lengths`."""
     text, ends, name = tokens.clone(), lengths.clone(), f"{type(source).__name__}.propose"
     draft = source.propose(text, ends, num_draft_tokens, *others)
     if not isinstance(draft, Draft):
         raise TypeError(f"draft: expected a Draft from {name}, got {type(draft)}")
     if not isinstance(draft.tokens, Tensor) or draft.tokens.dtype not in (torch.int64, torch.int32):
-        found = getattr(draft.tokens, "dtype", type(draft.tokens))
-        raise TypeError(f"draft: expected int64 or int32 tokens [B, K] from {name}, got {found}")
+        got = getattr(draft.tokens, "dtype", type(draft.tokens))
+        raise TypeError(f"draft: expected int64 or int32 tokens [B, K] from {name}, got {got}")
     shape, most = list(draft.tokens.shape), [len(tokens), num_draft_tokens]
     if len(shape) != 2 or shape[0] != most[0] or shape[1] > most[1]:
         raise ValueError(f"draft: expected tokens {most} or fewer from {name}, got shape {shape}")
@@ -205,8 +210,8 @@ def _checked_proposal(
         ("matches", draft.matches, shape[:1]),
     ):
         if value is not None and list(getattr(value, "shape", ())) != expected:
-            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
-            raise ValueError(f"draft: expected {part} {expected} from {name}, got {found}")
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ValueError(f"draft: expected {part} {expected} from {name}, got {got}")
     if draft.matches is not None and draft.matches.dtype != torch.int64:
         raise TypeError(f"draft: expected int64 matches from {name}, got {draft.matches.dtype}")
     if is_eager_cpu(tokens, lengths):
@@ -215,11 +220,11 @@ def _checked_proposal(
             raise ValueError(
                 f"draft: expected tokens in [0, {vocab_size}), or below 0 for padding, from {name}, got {largest}"
             )
-        for part, copied, given in (("tokens", text, tokens), ("lengths", ends, lengths)):
-            if not torch.equal(copied, given):
+        for part, copied, original in (("tokens", text, tokens), ("lengths", ends, lengths)):
+            if not torch.equal(copied, original):
                 raise ValueError(f"draft: {name} wrote into {part}; it may only read them")
     return replace(draft, tokens=draft.tokens.long())
 
 
-# The kinds of draft that a loop accepts.
+# The types of draft that a loop accepts.
 AnyDraft = DraftSource | LanguageModel | nn.Module | None

@@ -12,17 +12,18 @@ from .model import ModelDraft
 
 
 class EarlyExit(ModelDraft):
-    """Drafts with the first layers of the target, its final norm and its head; no weight is copied.
+    """Drafts with the first layers of the target, its final norm and its head. No weight is copied.
 
-    The draft has its own cache. Use it with a model that was trained to exit early: the first layers of other models
-    rarely agree with the whole model.
+    The draft has a separate KV cache. Use it with a model that was trained to exit early: the first layers of other
+    models rarely agree with the whole model.
 
     Args:
-        num_layers: how many of the target's layers run, >= 1; in an encoder-decoder model, decoder layers.
+        num_layers: the number of the target's layers that the draft runs, >= 1. In an encoder-decoder model, these are
+            decoder layers.
 
     Raises:
-        TypeError: `num_layers` is not an int; from `bind`, a target without `first_layers`.
-        ValueError: `num_layers` is below 1; from `bind`, above the target's.
+        TypeError: `num_layers` is not an int. `bind` raises it for a target without `first_layers`.
+        ValueError: `num_layers` is below 1. `bind` raises it if the target has fewer layers.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -34,7 +35,7 @@ class EarlyExit(ModelDraft):
         tensor([11])
     """
 
-    # None = the target's, which is not known before `bind`.
+    # The vocabulary and the device are the target's, which is not known before `bind`.
     vocab_size = device = None
 
     def __init__(self, num_layers: int) -> None:

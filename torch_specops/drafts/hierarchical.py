@@ -1,4 +1,4 @@
-"""Hierarchical drafting: a draft model whose own tokens are drafted by a cheaper source or model."""
+"""Hierarchical drafting: a draft model for which a cheaper source or model proposes drafts."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from .model import ModelDraft, as_draft_source
 
 
 class HierarchicalDraft(ModelDraft):
-    """Drafts with a model whose tokens are themselves drafted and verified (Leviathan et al. 2023, section 6).
+    """Drafts with a model that is itself sped up by speculative decoding (Leviathan et al. 2023, section 6).
 
-    Each forward of the draft model reads the inner source's drafts, keeps those that `verify_exact` accepts, and adds
-    one token, so that K drafts take fewer forwards. The kept tokens have exactly the draft model's distribution q, and
-    `Draft.logits` are q's logits, so the target's distribution is kept. Positions not filled after `num_forwards`
-    forwards are padding. Padding is safe here because its place depends on earlier positions only (docs/math.md,
-    section 6).
+    Each forward of the draft model reads drafts of the inner source. `verify_exact` accepts some of them and adds one
+    token, so that K drafts take fewer than K forwards. The accepted tokens have exactly the draft model's distribution
+    q, and `Draft.logits` are the logits of q, so the output has the target's distribution. Positions that are not
+    filled after `num_forwards` forwards are padding. This does not change the output's distribution, because whether a
+    position is padding depends only on earlier positions (docs/math.md, section 6).
 
-    An inner source that samples gets separate seeds for every forward, so that it shares no random number with anything
-    else. `verify_exact` then verifies its q against the draft model's.
+    An inner source that samples gets separate seeds for every forward, so that its random numbers are used nowhere
+    else. `verify_exact` then verifies its drafts against the draft model's distribution.
 
-    With `verify="gumbel"` target, draft model and inner source share the target's noise: `verify_gumbel` verifies inner
-    drafts with the row's seeds, and no logits are returned.
+    With `verify="gumbel"`, target, draft model and inner source draw with the same noise. `verify_gumbel` then verifies
+    the inner drafts with the row's seeds, and no logits are returned.
 
     Args:
         model: the draft model, as in `ModelDraft`.
-        inner: its draft, a source or a smaller model; None = `PromptLookup()`.
-        num_inner_tokens: inner drafts per forward, >= 1.
-        num_forwards: the most forwards of the draft model per step, >= 1. An eager loop on a CPU stops as soon as all
-            rows have K drafts.
+        inner: the draft for the draft model, a source or a smaller model; None = `PromptLookup()`.
+        num_inner_tokens: the number of inner drafts per forward, >= 1.
+        num_forwards: the largest number of forwards of the draft model per step, >= 1. An eager step on a CPU stops
+            when all rows have K drafts.
 
     Raises:
-        TypeError: a number that is not an int, an `inner` that is neither a model nor a source.
-        ValueError: a number below 1; an inner source with another vocabulary or device, or that reads hidden states.
+        TypeError: a number is not an int, or `inner` is neither a model nor a source.
+        ValueError: a number is below 1, or the inner source has another vocabulary, is on another device or reads
+            hidden states.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -55,7 +56,7 @@ class HierarchicalDraft(ModelDraft):
         tensor([12])
     """
 
-    # The number of forwards is small, so the loop compiles `propose` as a whole.
+    # False = the loop compiles `propose` as a whole, which has only a few forwards.
     compiles_itself = False
 
     def __init__(
@@ -87,13 +88,14 @@ class HierarchicalDraft(ModelDraft):
         self.inner.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
-        # A row that has K drafts still reads inner drafts after them, and a step begins one token before the newest.
+        # The model may read more than K tokens in a step: a row that has K drafts still reads inner drafts after them,
+        # and the first forward of a step reads one more token.
         super().expect(num_draft_tokens + self.num_inner_tokens + 1)
-        # It also catches up by one token, and its sequence grows by the drafts of the step.
+        # The inner source also catches up by one token, and its sequence grows by the drafts of the step.
         self.inner.expect(num_draft_tokens + self.num_inner_tokens + 2)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        # Inner drafts are read at positions beyond the last draft.
+        # The model reads inner drafts at positions after the last draft, so the cache needs room for them.
         capacity += self.num_inner_tokens
         super().start(tokens, lengths, capacity, inputs)
         self.inner.start(tokens, readable_lengths(self.inner, tokens, lengths), capacity, inputs)
@@ -108,7 +110,7 @@ class HierarchicalDraft(ModelDraft):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         super().catch_up(tokens, lengths, num_steps)
-        # One more token, as in `propose`.
+        # The inner source may lack one more token; see the comment in `propose`.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), num_steps + 1)
 
     @property
@@ -124,26 +126,28 @@ class HierarchicalDraft(ModelDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Up to K tokens [B, K], then -1, with the draft model's logits [B, K, V] unless drafts share the target's
-        noise."""
+        """Propose up to K tokens [B, K], followed by -1. They come with the draft model's logits [B, K, V], unless
+        drafts share the target's noise."""
         batch, room = tokens.shape[0], num_draft_tokens + self.num_inner_tokens + 1
-        # If the last forward accepted all inner drafts and the target accepted all drafts, the inner source has not
-        # read the last inner draft.
+        # Catch up by one token: if the last forward of the previous step accepted all inner drafts, and the target
+        # accepted all drafts, the inner source has not read the last inner draft.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
-        # A row that has K drafts keeps running and writes after them.
+        # Reserve room after K drafts, because a row that has K drafts continues in later forwards and writes after
+        # them.
         text, drafts = pad(tokens, (0, room)), tokens.new_full((batch, room), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
-        # Read two tokens at first: after a step whose drafts were all accepted, the last draft was never read.
+        # The first forward reads two tokens, because after a step whose drafts were all accepted, the model has not
+        # read the last draft.
         num_unread = 2
-        has_own_seeds = not (self.inner.deterministic or sampling.coupled)
-        of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_own_seeds else [seeds] * self.num_forwards
-        # Two uniforms for each position: one for its acceptance test, one for the next token of a forward that begins
+        has_inner_seeds = not (self.inner.deterministic or sampling.coupled)
+        of_forwards = self._inner_seeds(seeds, lengths).unbind(1) if has_inner_seeds else [seeds] * self.num_forwards
+        # Each position has two uniforms: one for its acceptance test, and one for the next token if a forward begins
         # there.
         numbers = self._numbers(seeds, lengths, 2 * num_draft_tokens, sampling)
         pairs = None if sampling.coupled else torch.stack(tuple(numbers), 1).unflatten(1, (-1, 2))
-        for own_seeds in of_forwards:
-            inner, rows = self._read(text, lengths + count, num_unread, sampling, own_seeds)
+        for forward_seeds in of_forwards:
+            inner, rows = self._read(text, lengths + count, num_unread, sampling, forward_seeds)
             num_unread = 1
             places = count.unsqueeze(1) + torch.arange(rows.shape[1], device=tokens.device)
             filters = {"temperature": sampling.temperature, **sampling.filters}
@@ -160,7 +164,7 @@ class HierarchicalDraft(ModelDraft):
             drafts = drafts.scatter(1, places, output)
             text = text.scatter(1, lengths.unsqueeze(1) + places, output.clamp(min=0))
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
-            # This check is free only on a CPU.
+            # Check only in eager steps on a CPU, because on other devices the check would wait for the device.
             if is_eager_cpu(count) and bool((count == num_draft_tokens).all()):
                 break
         return Draft(drafts[:, :num_draft_tokens], None if logits is None else logits[:, :num_draft_tokens])
@@ -168,12 +172,13 @@ class HierarchicalDraft(ModelDraft):
     def _read(
         self, text: Tensor, ends: Tensor, num_unread: int, sampling: SamplingTensors, seeds: Tensor
     ) -> tuple[Draft, Tensor]:
-        """Inner drafts [B, w] after sequences of `ends` [B] tokens, and the model's logits [B, w + 1, V] at these and
-        the next position."""
-        # The number is the same for every K, so that a row's drafts do not depend on other rows' room.
+        """Get inner drafts [B, w] for sequences of `ends` [B] tokens, and read them with the model. Returns the inner
+        drafts, and the logits [B, w + 1, V] at the positions of the drafts and at the next position."""
+        # Ask for the same number of inner drafts for every K, so that a row's drafts do not depend on how many drafts
+        # other rows still need.
         vocab_size = self.model.vocab_size
         inner = proposal_of(self.inner, text, ends, self.num_inner_tokens, sampling, seeds, vocab_size)
-        # Tokens outside the model's vocabulary are padding.
+        # Treat tokens outside the model's vocabulary as padding.
         drafts = torch.where((inner.tokens >= 0) & (inner.tokens < vocab_size), inner.tokens, -1)
         last = ends.unsqueeze(1) - 1
         behind = last + torch.arange(1 - num_unread, 1, device=text.device)
@@ -186,13 +191,14 @@ class HierarchicalDraft(ModelDraft):
         return Draft(drafts, inner.logits, inner.lse), rows
 
     def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """[B, F] int64, the seeds of an inner source that samples, one for each forward."""
+        """[B, F] int64, a seed of the inner source for each of F forwards. Used if the inner source samples."""
         return inner_seeds(seeds, lengths, self.num_forwards)
 
 
 def _at_places(pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers that `verify_exact` takes at `places` [B, w + 1], from the `pairs` [B, K, 2] of all positions: [B, w]
-    for the drafts, [B] for the next token. Places after K drafts are not used."""
+    """Select the uniforms for a call of `verify_exact` at `places` [B, w + 1] from the `pairs` [B, K, 2] of all
+    positions: [B, w] for the acceptance tests and [B] for the next token. The results at places after K drafts are not
+    used, so the indices are clamped."""
     places = places.clamp(max=pairs.shape[1] - 1)
     accept, sample = pairs[..., 0].gather(1, places[:, :-1]), pairs[..., 1].gather(1, places[:, :1])
     return accept.contiguous(), sample.squeeze(1)

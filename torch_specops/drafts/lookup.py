@@ -1,4 +1,5 @@
-"""Lookups: drafts copied from the sequence so far, an encoder's input or earlier outputs. No weights, no forward."""
+"""Lookups: drafts that are copied from the sequence so far, from the encoder's input or from earlier outputs, without a
+model."""
 
 from __future__ import annotations
 
@@ -15,23 +16,24 @@ from ..models.base import settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
 
-# `SuffixLookup` measures matches at NUM_PLACES places only: those that share the most of the row's last NUM_TOKENS
-# tokens, the newest among equals.
+# `SuffixLookup` measures the length of matches at no more than NUM_PLACES places. It chooses the places that match most
+# of the row's last NUM_TOKENS tokens, and prefers newer places among equals.
 NUM_PLACES, NUM_TOKENS = 32, 3
-# `PromptLookup` reports the length of its match up to this many tokens.
+# `PromptLookup` measures the length of its match only up to this many tokens.
 LONGEST_MATCH = 20
 
 
 class _Lookup(DraftSource):
-    """A source that copies from the sequence. If the target's encoder reads tokens (`input_ids`, as in T5), it puts
-    these before the sequence and copies from them too (Leviathan et al. 2023, section 3.6, copies from the context;
-    shallow aggressive decoding, Sun et al. 2021, from the input). Everything before the row's sequence ends with a -1,
-    so that no draft crosses its end."""
+    """A source that copies tokens from the sequence. If the target's encoder reads tokens (`input_ids`, as in T5),
+    these are put before the sequence, and the source copies from them too. (Leviathan et al. 2023, section 3.6, copy
+    from the context; shallow aggressive decoding, Sun et al. 2021, copies from the input.) Each text before the row's
+    sequence ends with a -1, so that no draft continues from one text into the next."""
 
     looks_up = True
     default_draft_tokens = 10
 
-    # [B, S] int64, the encoder's tokens, with -1 for padding and at the end; None = there are none.
+    # [B, S] int64, the encoder's tokens, with -1 for padding and at the end; None = there is no encoder that reads
+    # tokens.
     _input: Tensor | None = None
     _of_calls: ClassVar[Sequence[str]] = ("_input",)
 
@@ -42,7 +44,7 @@ class _Lookup(DraftSource):
         self._keep(_tokens_of(inputs, tokens.device))
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Nothing to do: `propose` reads the tokens."""
+        """Does nothing, because `propose` reads the new prompts."""
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         old = self._input
@@ -58,15 +60,15 @@ class _Lookup(DraftSource):
 
     def _keep(self, new: Tensor | None) -> None:
         old = self._input
-        # Keep the memory, because a CUDA graph reads it.
+        # Copy into the old tensor if possible, because a CUDA graph reads from its address.
         if old is not None and new is not None and old.shape == new.shape and old.device == new.device:
             new = old.copy_(new)
-        # `PromptLookup` is a frozen dataclass, so an assignment would raise.
+        # Write to the instance's dict, because `PromptLookup` is a frozen dataclass, and an assignment would raise.
         vars(self)["_input"] = new
 
     def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Returns tokens [B, N] (`before`, the encoder's, then each row's sequence), the index [B, 1] of each row's
-        last token, and the index of its first."""
+        """Returns the tokens [B, N] to search, the index [B, 1] of the last token of each row's sequence, and the index
+        of its first token. The tokens are `before`, then the encoder's tokens, then the row's sequence."""
         if self._input is not None and len(self._input) != len(tokens):
             raise RuntimeError(
                 f"draft: another decoder has used this {type(self).__name__} since, for {len(self._input)} rows; "
@@ -74,23 +76,24 @@ class _Lookup(DraftSource):
             )
         before = before if self._input is None else (*before, self._input)
         text = torch.cat([*before, tokens], 1) if before else tokens
-        own = text.shape[1] - tokens.shape[1]
-        return text, (own + lengths - 1).unsqueeze(1), own
+        begin = text.shape[1] - tokens.shape[1]
+        return text, (begin + lengths - 1).unsqueeze(1), begin
 
 
 @dataclass(frozen=True)
 class PromptLookup(_Lookup):
     """Finds an earlier occurrence of a sequence's last tokens, and proposes the tokens that followed it.
 
-    The longest match of min_ngram..max_ngram tokens wins, the earliest among equals. Drafts are deterministic:
-    `Draft.logits` is None. If the target's encoder reads tokens (T5), they are searched too, so that copying tasks are
-    drafted from their input. `PromptLookup(2, 1, repeat=False)` drafts like transformers' prompt lookup with its
-    defaults, except that transformers does not search the encoder's tokens.
+    It uses the longest match of min_ngram to max_ngram tokens, and among equals the earliest. Drafts are deterministic:
+    `Draft.logits` is None. If the target's encoder reads tokens (T5), these are searched too, which helps in tasks that
+    copy from the input. `PromptLookup(2, 1, repeat=False)` proposes the same drafts as transformers' prompt lookup with
+    its defaults, except that transformers does not search the encoder's tokens.
 
     Args:
-        max_ngram: longest match looked for, >= min_ngram.
-        min_ngram: shortest match that counts, >= 1. A single token matches often, and rarely predicts what follows.
-        repeat: if fewer than K tokens follow the match, repeat them from the match's end.
+        max_ngram: the length of the longest match that is searched, >= min_ngram.
+        min_ngram: the length of the shortest match that is used, >= 1. A match of a single token is frequent, but
+            rarely predicts the next tokens.
+        repeat: True = if fewer than K tokens follow the match, repeat these tokens to get K drafts.
 
     Examples:
         >>> import torch
@@ -111,40 +114,42 @@ class PromptLookup(_Lookup):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
-        """[B, K] tokens that followed the match; -1 where there is none."""
-        text, last, own = self._texts(tokens, lengths)
+        """Propose the tokens [B, K] that followed the match; -1 where there is no match or no further token."""
+        text, last, begin = self._texts(tokens, lengths)
         width = text.shape[1]
-        length = _match_lengths(text, last, own, self.max_ngram)
+        length = _match_lengths(text, last, begin, self.max_ngram)
         position = torch.arange(width, device=text.device)
         rank = torch.where(length >= self.min_ngram, length * width + width - 1 - position, -1)
         best = rank.amax(1, keepdim=True)
         end = width - 1 - best % width
         ahead = torch.arange(num_draft_tokens, device=text.device)
-        found = (best >= 0) & (self.repeat | (ahead < last - end))
-        drafts = torch.where(found, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
-        # Only eager steps on a CPU use the match lengths.
-        matches = _shared(text, last, end, own, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
+        is_proposed = (best >= 0) & (self.repeat | (ahead < last - end))
+        drafts = torch.where(is_proposed, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
+        # Measure the match only in eager steps on a CPU, because only they use its length.
+        matches = _shared(text, last, end, begin, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
         return Draft(drafts, matches=matches)
 
 
 class SuffixLookup(_Lookup):
-    """Finds the longest suffix of a sequence that occurs earlier in it or in finished sequences, and proposes what
-    followed.
+    """Finds the longest suffix of a sequence that occurs earlier in it or in finished sequences, and proposes the
+    tokens that followed.
 
-    Unlike `PromptLookup`, it remembers finished sequences, looks for long matches, lets all places where the longest
-    match occurs vote for the next token, and proposes tokens only while they are likely enough (suffix decoding, Oliaro
-    et al. 2024). After a match of m tokens, a token's probability is estimated as m / (m + 1) times its share of the
-    votes of the places that agree with the drafts so far. Drafts are deterministic: `Draft.logits` is None. Like
-    `PromptLookup`, it also searches the tokens that the target's encoder reads.
+    In contrast to `PromptLookup`, it stores finished sequences, searches longer matches, and proposes tokens only as
+    long as they are likely enough (suffix decoding, Oliaro et al. 2024). Each place with the longest match votes for
+    the token that followed there. After a match of m tokens, the probability of a token is estimated as m / (m + 1)
+    times its share of the votes. Only places that agree with the drafts so far have a vote. Drafts are deterministic:
+    `Draft.logits` is None. Like `PromptLookup`, it also searches the tokens that the target's encoder reads.
 
-    With `verify="exact"` the output of a seed depends on the memory, because drafts decide how random numbers are used;
-    with "gumbel", the default, it does not. `memory=0` remembers nothing; `forget` empties the memory.
+    With `verify="exact"`, the output for a seed depends on the stored sequences, because the drafts determine how
+    random numbers are used. With "gumbel", the default, it does not. `memory=0` stores nothing, and `forget` empties
+    the memory.
 
     Args:
-        max_ngram: longest match looked for, >= min_ngram.
-        min_ngram: shortest match that counts, >= 1.
-        min_probability: in [0, 1]. Drafts end before the product of their probabilities falls below it.
-        memory: tokens of finished sequences that are remembered, >= 0; the oldest are forgotten first.
+        max_ngram: the length of the longest match that is searched, >= min_ngram.
+        min_ngram: the length of the shortest match that is used, >= 1.
+        min_probability: in [0, 1]. Drafts end before the product of their estimated probabilities falls below this
+            number.
+        memory: the number of tokens of finished sequences that are stored, >= 0. The oldest are removed first.
 
     Examples:
         >>> import torch
@@ -163,12 +168,13 @@ class SuffixLookup(_Lookup):
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
         memory = checks.check_int("memory", memory, 0)
-        # Finished sequences, each followed by a -1, the newest last.
+        # The finished sequences, each followed by a -1, the newest last.
         with normal_tensors():
             self._memory = torch.full((memory,), -1, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch would share a tensor's memory with the other process, and both would write to it.
+        # Pickle an array, because torch would share the memory of a tensor with the other process, and both would write
+        # to it.
         return super().__getstate__() | {"_memory": self._memory.cpu().numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,9 +202,10 @@ class SuffixLookup(_Lookup):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
-        """[B, K] tokens that followed the longest match; -1 where nothing matches or is likely enough."""
-        text, last, own = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
-        end, length = self._matches(text, last, own)  # [B, C], the newest first among equally good places
+        """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
+        enough."""
+        text, last, begin = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
+        end, length = self._matches(text, last, begin)  # [B, C]; among equally good places, the newest comes first
         longest = length.amax(1, keepdim=True)
         agrees = (length == longest) & (longest >= self.min_ngram)
         probability = torch.ones_like(longest, dtype=torch.float32)
@@ -207,7 +214,7 @@ class SuffixLookup(_Lookup):
             has_vote = agrees & (token >= 0)
             votes = ((token.unsqueeze(1) == token.unsqueeze(2)) & has_vote.unsqueeze(1)).sum(2) * has_vote
             most, best = votes.max(1, keepdim=True)
-            # If no place agrees, the share is NaN, and the comparison below is False.
+            # If no place agrees, the share is NaN, and the comparison with `min_probability` is False.
             share = most / agrees.sum(1, keepdim=True)
             probability = probability * share * (longest + ahead) / (longest + ahead + 1)
             is_likely = (probability >= self.min_probability) & (most > 0)
@@ -216,18 +223,18 @@ class SuffixLookup(_Lookup):
             drafts.append(draft)
         return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
 
-    def _matches(self, text: Tensor, last: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """Candidate places [B, C], and for each, how many tokens that end there equal those at the end of the row."""
-        # The places that share the most of the row's last few tokens, the newest first among equals.
-        num_equal = _match_lengths(text, last, own, min(NUM_TOKENS, self.max_ngram))
+    def _matches(self, text: Tensor, last: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """Candidate places [B, C], and the length [B, C] of the match at each place."""
+        # Choose the places that match most of the row's last few tokens, and prefer newer places among equals.
+        num_equal = _match_lengths(text, last, begin, min(NUM_TOKENS, self.max_ngram))
         position = torch.arange(text.shape[1], device=text.device)
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
-        return end, _shared(text, last, end, own, self.max_ngram) * (rank >= 0)
+        return end, _shared(text, last, end, begin, self.max_ngram) * (rank >= 0)
 
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:
-    """The encoder's tokens [B, S] int64 as `_Lookup` keeps them, or None."""
+    """The encoder's tokens [B, S] int64 in the form of `_Lookup._input`, or None."""
     inputs = inputs or {}
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if tokens is None:
@@ -236,30 +243,32 @@ def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Ten
     return pad(tokens.to(device), (0, 1), value=-1)
 
 
-def _match_lengths(text: Tensor, last: Tensor, own: int, most: int) -> Tensor:
-    """[B, N] for each place before the row's end, how many tokens, read backwards from it, equal those read backwards
-    from the end; at most `most`. `text`, `last` and `own` are as `_Lookup._texts` gives them."""
+def _match_lengths(text: Tensor, last: Tensor, begin: int, most: int) -> Tensor:
+    """[B, N], the length of the match at each place before the end of the row, at most `most`. The length of a match is
+    the number of tokens up to the place that equal the last tokens of the row. `text`, `last` and `begin` are the
+    results of `_Lookup._texts`."""
     position = torch.arange(text.shape[1], device=text.device)
     alive, lengths = position < last, torch.zeros_like(text)
     for back in range(most):
-        token = text.gather(1, (last - back).clamp(min=own))
-        alive = alive & (position >= back) & (last - back >= own) & (text.roll(back, 1) == token)
+        token = text.gather(1, (last - back).clamp(min=begin))
+        alive = alive & (position >= back) & (last - back >= begin) & (text.roll(back, 1) == token)
         lengths += alive
     return lengths
 
 
-def _shared(text: Tensor, last: Tensor, end: Tensor, own: int, most: int) -> Tensor:
-    """[B, C] for places `end` [B, C], how many tokens, read backwards, equal those at the row's end; at most `most`."""
+def _shared(text: Tensor, last: Tensor, end: Tensor, begin: int, most: int) -> Tensor:
+    """[B, C], the lengths of the matches at places `end` [B, C], at most `most`. The length of a match is the number of
+    tokens up to the place that equal the last tokens of the row."""
     back = torch.arange(most, device=text.device)
-    is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= own)
+    is_inside = (end.unsqueeze(2) >= back) & (last.unsqueeze(2) - back >= begin)
     before = text.gather(1, (end.unsqueeze(2) - back).clamp(min=0).flatten(1)).view_as(is_inside)
     suffix = text.gather(1, (last - back).clamp(min=0)).unsqueeze(1)
     return (is_inside & (before == suffix)).cumprod(2).sum(2)
 
 
 def _following(text: Tensor, last: Tensor, end: Tensor, count: int) -> Tensor:
-    """The `count` tokens [B, C, count] after places `end` [B, C]; at the row's end, they start again after the
-    place."""
+    """[B, C, count], the tokens after places `end` [B, C]. If the row ends before `count` tokens, they start again
+    after the place."""
     ahead = torch.arange(count, device=text.device) % (last - end).clamp(min=1).unsqueeze(2)
     source = (end.unsqueeze(2) + 1 + ahead).clamp(max=text.shape[1] - 1)
     return text.gather(1, source.flatten(1)).view_as(source)

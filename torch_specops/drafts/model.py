@@ -1,4 +1,4 @@
-"""A language model as the draft, with its own cache."""
+"""A language model as the draft, with a separate KV cache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .base import AnyDraft, Draft, DraftSource, stacked
 
 
 class SampledDraft(DraftSource):
-    """A source that samples its drafts and compiles its own pieces."""
+    """A source that samples its drafts, and compiles parts of `propose` itself."""
 
     deterministic = False
     compiles_itself = True
     _shape: Hashable | None = None
-    # Left out of copies (`settings_of`).
+    # Attributes of the current call, which copies and pickles leave out (`settings_of`).
     _of_calls: ClassVar[Sequence[str]] = ("_shape",)
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class SampledDraft(DraftSource):
     def _numbers(
         self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors
     ) -> Sequence[Tensor]:
-        """For each of K drafts, the numbers [B] that `SamplingTensors.draw` takes. They are zeros in an eager step on a
-        CPU if all rows are greedy, and not read by a deterministic source."""
+        """For each of K drafts, the random numbers or seeds [B] for `SamplingTensors.draw`. In an eager step on a CPU
+        with only greedy rows they are zeros, because they are not used; a deterministic source does not read them."""
         if sampling.coupled or self.deterministic:
             return [seeds] * num_draft_tokens
         temperature = sampling.temperature
@@ -77,10 +77,10 @@ class SampledDraft(DraftSource):
         text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
         ends = lengths.unsqueeze(1)
         previous, drawn = tokens.gather(1, ends - 1), []
-        for index, own in enumerate(numbers):
-            token, *others, state = step(index, previous, state, ends, own, sampling, text)
+        for index, number in enumerate(numbers):
+            token, *others, state = step(index, previous, state, ends, number, sampling, text)
             drawn.append((token, *others))
-            # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
+            # A row without a finite logit gives -1. Read token 0 instead, because drafts after it are not verified.
             previous = token.clamp(min=0).unsqueeze(1)
             if text is not None:
                 text = text.scatter(1, ends, token.unsqueeze(1))
@@ -89,14 +89,14 @@ class SampledDraft(DraftSource):
 
 
 class SequentialDraft(SampledDraft):
-    """A source that samples its drafts one after another. Two pieces are compiled, whatever K is: the forward over the
-    unread tokens of the sequence, and the forward over the previous draft."""
+    """A source that samples its drafts one after another. It compiles two functions, which do not depend on K: the
+    forward over the unread tokens of the sequence, and the forward over the previous draft."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """K tokens [B, K], with the logits [B, K, V] they were sampled from and their logsumexp [B, K] unless drafts
-        share the target's noise."""
+        """Propose K tokens [B, K]. They come with the logits [B, K, V] they were sampled from and their logsumexp [B,
+        K], unless drafts share the target's noise."""
         unread, first_positions = self._unread(tokens, lengths)
 
         def step(index: int, previous: Tensor, output: Tensor | None, ends: Tensor, *others: Any) -> tuple[Any, ...]:
@@ -116,38 +116,41 @@ class SequentialDraft(SampledDraft):
         sampling: SamplingTensors,
         text: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The result of `SamplingTensors.draw`, and the `output` for the next call of `_forward`."""
+        """Run `_forward` and draw a token. Returns the result of `SamplingTensors.draw`, and the `output` for the next
+        call of `_forward`."""
         logits, output = self._forward(tokens, ends, positions, output)
         return *sampling.draw(logits, numbers, text, ends), output
 
     @abstractmethod
     def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens and positions of the forward for the first draft; the newest token comes last."""
+        """The tokens and positions that the forward for the first draft reads. The newest token comes last."""
 
     @abstractmethod
     def _forward(
         self, tokens: Tensor, ends: Tensor, positions: Tensor, output: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits [B, 1, V] of the next token, and the `output` for the next call; the first call gets None. Tokens
-        and positions come from `_unread` in the first call; later they are the previous draft [B, 1] and its position.
-        `ends` [B, 1] is the sequence's length, previous drafts included."""
+        """Compute the logits [B, 1, V] of the next token. In the first call of a step, tokens and positions come from
+        `_unread`, and `output` is None. In later calls, they are the previous draft [B, 1], its position, and the
+        `output` that the previous call returned. `ends` [B, 1] is the length of the sequence, earlier drafts of the
+        step included."""
 
 
 class ModelDraft(SequentialDraft):
     """Samples K tokens one after another from a draft model (Leviathan et al. 2023, Algorithm 1, the draws from M_q).
 
-    The first forward of a step reads the two newest tokens. If all K drafts were accepted, these are the last draft,
-    which was sampled but never read, and the bonus token. So the cache is always complete, and K drafts take K
-    forwards. After steps without drafts, one more forward reads the tokens that those steps emitted.
+    The first forward of a step reads the two newest tokens. If all K drafts of the previous step were accepted, these
+    are the last draft, which was sampled but not yet read, and the bonus token. With this, the KV cache is always
+    complete, and K drafts take K forwards. After steps without drafts, one more forward reads the tokens that those
+    steps emitted.
 
     Args:
-        model: the draft model, of transformers or a `LanguageModel`; its vocabulary must be the target's. It is not
-            asked to read beyond its `max_length`.
+        model: the draft model, of transformers or a `LanguageModel`. Its vocabulary must be the target's. It never
+            reads positions beyond its `max_length`.
     """
 
-    # The slots of the model's cache if sequences may be longer than it can read, otherwise None.
+    # The number of slots of the model's cache if sequences may be longer than the model can read, otherwise None.
     _room: int | None = None
-    # [B, 1], how many tokens of each row `start` and `restart` have read.
+    # [B, 1], the number of tokens of each row that `start` or `restart` has read.
     _begun: Tensor
     _of_calls: ClassVar[Sequence[str]] = ("_room", "_begun")
 
@@ -173,9 +176,9 @@ class ModelDraft(SequentialDraft):
         return self.model.max_length
 
     def bind(self, target: LanguageModel) -> None:
-        # The draft reads the output of the target's encoder if it has the same encoder or none.
+        # If the draft has the same encoder as the target, or none, let it read the output of the target's encoder.
         self.model = target.share_encoder(self.model)
-        # A text-only draft reads the placeholders of images as tokens.
+        # A draft without image inputs reads the placeholder tokens of images like other tokens.
         self._takes_inputs = not target.reads_images or self.model.reads_images
 
     def expect(self, num_draft_tokens: int) -> None:
@@ -196,21 +199,23 @@ class ModelDraft(SequentialDraft):
             self.model.replace_inputs(row, inputs)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
-        # All unread tokens except the two newest, which `propose` reads.
+        # Read all unread tokens except the two newest, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
-        # A row may have been restarted since. A model with states cannot read tokens of a prompt again.
+        # A row may have been restarted in one of these steps. Do not read its prompt again, because a model with
+        # recurrent states cannot read a prompt twice.
         positions = self._inside(positions).maximum(self._begun)
         self.model.forward(tokens.gather(1, positions), positions, 1)
 
     def _inside(self, positions: Tensor) -> Tensor:
-        """Clamp positions to those that the model can read; drafts beyond the last are not used."""
+        """Clamp positions to those that the model can read. Drafts at larger positions are not used."""
         return positions.clamp(0, None if self._room is None else self._room - 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         return static_tensors_of(self.model)
 
     def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        # In a sequence of one token, that token is read twice at the same position.
+        # In a sequence of one token, clamping lets the model read that token twice at the same position, which is
+        # harmless.
         positions = self._inside(torch.stack([lengths - 2, lengths - 1], 1))
         return tokens.gather(1, positions), positions
 
@@ -221,7 +226,7 @@ class ModelDraft(SequentialDraft):
 
 
 def as_draft_source(draft: AnyDraft, name: str = "draft") -> DraftSource | None:
-    """The source itself, or a `ModelDraft` around a model."""
+    """Return a draft source unchanged, and wrap a model in a `ModelDraft`."""
     if draft is None or isinstance(draft, DraftSource):
         return draft
     refuse_class(name, draft)

@@ -90,9 +90,8 @@ class MTP(FeatureDraft):
         self.feature_layers = (model.num_layers,)
 
     def _start_caches(self, batch: int, capacity: int) -> None:
-        if self._cache is None or (self._cache.batch, self._cache.capacity) != (batch, capacity):
-            self._cache = self.head.new_cache(batch, capacity)
-        self._cache.begin()
+        self._cache = self._cache or self.head.new_cache()
+        self._cache.start(batch, capacity, torch.empty(0, device=self.device))
         self._caches = self._cache.layers
         # Allocate the caches. Later reads overwrite these entries.
         first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)

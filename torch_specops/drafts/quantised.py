@@ -1,4 +1,4 @@
-"""A quantised copy of a model as its draft. The only file that imports torchao."""
+"""A quantised copy of a model as its draft. This is the only file that imports torchao."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def quantised_copy(model: Model, weights: str = "int8", group_size: int | None = None) -> Model:
-    """A copy whose Linear layers hold integer weights (torchao, weight-only): a draft that nearly always agrees.
+    """Copy a model and quantise the weights of its Linear layers (torchao, weight-only). As a draft, the copy nearly
+    always agrees with the model.
 
-    Embeddings, norms and convolutions are not quantised. A head that is tied to the embedding is quantised and no
-    longer tied. The model itself is not changed.
+    Embeddings, norms and convolutions are not quantised. A head that is tied to the embedding is quantised, and is not
+    tied in the copy. The model itself is not changed.
 
-    int8 is symmetric, on any device. int4 on CUDA uses torchao's packed kernels, which take bfloat16. On a CPU each
-    int4 value takes a byte of memory. An eager CPU forward becomes no faster, because it converts the weights back.
+    int8 is symmetric and works on any device. int4 on CUDA uses torchao's packed kernels, which need bfloat16. On a
+    CPU, each int4 value takes a byte of memory. An eager forward on a CPU is not faster with quantised weights, because
+    it converts them to floating point first.
 
     Args:
-        model: float32, bfloat16 or float16, its weights mostly in `nn.Linear` layers.
+        model: a model in float32, bfloat16 or float16, with most of its weights in `nn.Linear` layers.
         weights: "int8" or "int4".
-        group_size: the number of inputs that share a scale; None = int8: a whole row, int4: 32. It must divide the
-            inputs of every Linear layer.
+        group_size: the number of inputs that share a scale; None = a whole row for int8, and 32 for int4. It must
+            divide the number of inputs of every Linear layer.
 
     Raises:
-        ModuleNotFoundError: torchao is missing, with the command that installs it.
-        NotImplementedError: int4 on another device than CPU and CUDA; on CUDA, another dtype than bfloat16 or a
-            group_size other than 32, 64, 128 and 256.
-        TypeError: a model that is not a module, a group_size that is not an int.
-        ValueError: an unknown `weights`; a group_size that is below 1 or does not divide a layer's inputs; a dtype that
-            torchao does not quantise; a model whose weights are mostly outside Linear layers.
+        ModuleNotFoundError: torchao is not installed; the message names the command that installs it.
+        NotImplementedError: int4 is requested on a device other than CPU and CUDA; or on CUDA with a dtype other than
+            bfloat16, or with a `group_size` other than 32, 64, 128 and 256.
+        TypeError: `model` is not a module, or `group_size` is not an int.
+        ValueError: `weights` is unknown, `group_size` is below 1 or does not divide the inputs of a layer, torchao does
+            not quantise the dtype, or most weights of the model are not in Linear layers.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -71,7 +73,7 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
 def _config(quantization: Any, weights: str, group_size: int | None, device: torch.device) -> Any:
     granularity = quantization.PerRow() if group_size is None else quantization.PerGroup(group_size)
     if weights == "int8":
-        # Otherwise torchao changes Inductor's settings for the whole process.
+        # Pass `set_inductor_config=False`, because torchao would change Inductor's settings for the whole process.
         return quantization.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False, version=2)
     if device.type == "cuda":
         return quantization.Int4WeightOnlyConfig(
@@ -95,7 +97,7 @@ def _check_layers(model: nn.Module, layers: dict[str, nn.Linear], group_size: in
             raise ValueError(
                 f"model: expected float32, bfloat16 or float16 weights, got {layer.weight.dtype} in {name}"
             )
-        # torchao would leave such a layer unchanged and only log it.
+        # Raise, because torchao would leave such a layer unquantised and only log a message.
         if group_size is not None and layer.in_features % group_size:
             raise ValueError(
                 f"group_size: expected a divisor of the {layer.in_features} inputs of {name}, got {group_size}"
@@ -106,7 +108,7 @@ def _check_int4(device: torch.device, group_size: int | None, dtypes: set[torch.
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"weights: int4 is made for CPU and CUDA, got a model on {device}")
     if device.type == "cuda" and dtypes != {torch.bfloat16}:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(f"weights: int4 on CUDA takes bfloat16, got {found}")
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise NotImplementedError(f"weights: int4 on CUDA takes bfloat16, got {names}")
     if device.type == "cuda" and group_size not in (32, 64, 128, 256):
         raise NotImplementedError(f"group_size: int4 on CUDA takes 32, 64, 128 or 256, got {group_size}")

@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary, read through a map of tokens."""
+"""A draft model with another vocabulary, whose tokens are mapped to the target's tokens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ def _of_model(name: str) -> Any:
 
 
 class TokenMap(LanguageModel):
-    """A `LanguageModel` with another vocabulary, mapped so that it can draft for the target.
+    """Lets a model with another vocabulary draft for the target.
 
-    Each target token is read as its twin, the draft's token with the same text, and gets the twin's logit. A target
-    token without a twin has the logit -inf and is never proposed. So the draft has its model's distribution, restricted
-    to tokens with a twin. The same logits are sampled and verified, so the target's distribution is kept; missing twins
-    only lower the acceptance rate.
+    The twin of a target token is the draft's token with the same text. The draft model reads the twin of each target
+    token, and the logit of the twin becomes the logit of the target token. A target token without a twin has the logit
+    -inf and is never proposed. The draft therefore has its model's distribution, restricted to tokens with a twin. The
+    same logits are sampled and verified, so the output has the target's distribution. Missing twins only reduce the
+    acceptance rate.
 
     Args:
         model: the draft model, of transformers or a `LanguageModel`.
-        draft_of_target: [V_target] int64, each target token's twin in [0, V_draft), or -1; see `match_vocabularies`.
+        draft_of_target: [V_target] int64, the twin of each target token in [0, V_draft), or -1 if it has none; see
+            `match_vocabularies`.
         unknown: the token that the model reads for a target token without a twin, in [0, V_draft).
 
     Raises:
-        TypeError: a map that is not an int64 tensor.
-        ValueError: a map that is not one-dimensional, names a token outside the draft's vocabulary or no token at all;
-            an `unknown` out of range.
+        TypeError: `draft_of_target` is not an int64 tensor.
+        ValueError: `draft_of_target` is not one-dimensional, has a token outside the draft's vocabulary, or has no
+            token at all, or `unknown` is out of range.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -46,7 +48,7 @@ class TokenMap(LanguageModel):
         3
     """
 
-    # These do not depend on the vocabulary.
+    # These attributes and methods do not depend on the vocabulary, so take them from the model.
     device, max_length, keeps_states, not_compiled, reads_rows = map(
         _of_model, ("device", "max_length", "keeps_states", "not_compiled", "reads_rows")
     )
@@ -57,8 +59,8 @@ class TokenMap(LanguageModel):
     def __init__(self, model: LanguageModel | nn.Module, draft_of_target: Tensor, unknown: int = 0) -> None:
         model = as_language_model("model", model)
         if not isinstance(draft_of_target, Tensor) or draft_of_target.dtype != torch.int64:
-            found = getattr(draft_of_target, "dtype", type(draft_of_target))
-            raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {found}")
+            kind = getattr(draft_of_target, "dtype", type(draft_of_target))
+            raise TypeError(f"draft_of_target: expected an int64 tensor [V], got {kind}")
         if draft_of_target.dim() != 1:
             raise ValueError(f"draft_of_target: expected [V], got shape {list(draft_of_target.shape)}")
         if not bool((draft_of_target >= 0).any()):
@@ -67,7 +69,7 @@ class TokenMap(LanguageModel):
         if low < -1:
             raise ValueError(f"draft_of_target: expected tokens in [0, {model.vocab_size}) or -1, got {low}")
         self.model = model
-        # The size of the target's vocabulary.
+        # `vocab_size` is the size of the target's vocabulary, because the map returns logits of target tokens.
         self.vocab_size = len(draft_of_target)
         self._highest, self._unknown = high, unknown
         self.look()
@@ -80,7 +82,7 @@ class TokenMap(LanguageModel):
         return (self.model,)
 
     def look(self) -> None:
-        """Check that the model, which may have changed, has the tokens of the map."""
+        """Check again that the model has all tokens of the map, because its vocabulary may have changed."""
         size = self.model.vocab_size
         if self._highest >= size:
             raise ValueError(f"draft_of_target: expected tokens in [0, {size}) or -1, got {self._highest}")
@@ -94,28 +96,29 @@ class TokenMap(LanguageModel):
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        own: tuple[Any, ...] = () if rows is None else (rows,)
-        logits = self.model.forward(self._read_as[tokens], positions, num_logits, *own)
+        row_argument: tuple[Any, ...] = () if rows is None else (rows,)
+        logits = self.model.forward(self._read_as[tokens], positions, num_logits, *row_argument)
         return torch.where(self._has_twin, logits[..., self._read_as], -torch.inf)
 
 
 def match_vocabularies(
     target_vocab: Mapping[str, int], draft_vocab: Mapping[str, int], vocab_size: int | None = None
 ) -> Tensor:
-    """For each target token, the draft's token with the same text.
+    """For each target token, find the draft's token with the same text.
 
-    Tokens are compared by their texts as the tokenizers write them. Two byte-level vocabularies write them alike; a
-    vocabulary that marks leading spaces differently has few twins.
+    The texts are compared as they appear in the tokenizers' vocabularies. Two byte-level vocabularies write them in the
+    same way. If the vocabularies mark leading spaces differently, few tokens have a twin.
 
     Args:
-        target_vocab, draft_vocab: text -> token, the result of a tokenizer's `get_vocab()`.
-        vocab_size: the target model's, which may exceed its tokenizer's; None = the largest token + 1.
+        target_vocab, draft_vocab: text -> token, the results of the tokenizers' `get_vocab()`.
+        vocab_size: the vocabulary size of the target model, which may be larger than its tokenizer's; None = the
+            largest token + 1.
 
     Returns:
         [vocab_size] int64, -1 for a token without a twin.
 
     Raises:
-        ValueError: a token of `target_vocab` outside [0, vocab_size).
+        ValueError: `target_vocab` has a token outside [0, vocab_size).
     """
     if vocab_size is None:
         vocab_size = max(target_vocab.values()) + 1

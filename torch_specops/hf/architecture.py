@@ -1,4 +1,4 @@
-"""The parts of a transformers model that the loop must know: its layers, their windows, its positions."""
+"""Read the architecture of a transformers model: its layers, their attention windows and its largest position."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..ops.kv_cache import Window
 from .rotary import growing_rotaries
 from .states import state_modules
 
-# Kinds of layers: with attention, with a state, with both, with neither.
+# Names in `config.layer_types`: layers with attention, with a recurrent state, with both, and with neither.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 STATE_KINDS = ("linear_attention", "conv")
 ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 OTHER_KINDS = ("mlp", "moe")
 EQUAL_ROWS = "its attention counts distances in a cache whose rows are equally long"
-# Model types that the loop would read wrong, and why.
+# Model types for which the loop would compute wrong outputs -> the reason.
 UNREADABLE = {
     "inkling_text": EQUAL_ROWS,
     "inkling2_text": EQUAL_ROWS,
@@ -28,7 +28,7 @@ UNREADABLE = {
 
 
 class Reading(NamedTuple):
-    """Attributes of `TransformersModel` for a model that passed a check."""
+    """The results of the checks of a model, which become attributes of `TransformersModel`."""
 
     supports_spans: bool
     max_length: int | None
@@ -36,18 +36,19 @@ class Reading(NamedTuple):
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model inside wrappers: the base of a `PeftModel`, whose layers contain the active adapter, and
-    the model given to `torch.compile`, because the loop compiles its own steps.
+    """Unwrap a transformers model. A `PeftModel` becomes its base model, whose layers contain the active adapter. The
+    result of `torch.compile` becomes the original model, because the loop compiles its steps itself.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: a `PeftModel` that gives its base more than tokens.
+        TypeError: `model` is not a transformers model.
+        ValueError: a `PeftModel` whose forward changes the input or the weights of its base model, for example prompt
+            tuning.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         adapter = model.active_peft_config
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-        # X-LoRA computes the weights of its adapters in the wrapper's forward.
+        # X-LoRA computes the weights of its adapters in the forward of the wrapper, which the loop does not call.
         if adapter.is_prompt_learning or kind in ("POLY", "XLORA"):
             raise ValueError(
                 f"model: a PeftModel with {kind} gives its base more than tokens, which this loop would not do; decode "
@@ -60,8 +61,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def check_can_decode(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that cannot be rolled back, has no language head, or is offloaded, on several
-    devices or sharded by FSDP2 over several ranks."""
+    """Raise ValueError if the loop cannot decode the model. Such a model cannot be rolled back, has no language head,
+    is offloaded, is on several devices, or is sharded by FSDP2 over several ranks."""
     _check_layers(model)
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
@@ -69,7 +70,8 @@ def check_can_decode(model: PreTrainedModel) -> None:
     if model.get_output_embeddings() is None:
         raise ValueError(f"model: expected a model with a language head, got {type(model).__name__}")
     devices = {parameter.device for parameter in model.parameters()}
-    # accelerate puts offloaded weights on the meta device between forwards, or moves whole models back and forth.
+    # accelerate keeps offloaded weights on the meta device between forwards, or moves the whole model to the device for
+    # each forward.
     is_offloaded = type(getattr(model, "_hf_hook", None)).__name__ == "CpuOffload"
     if len(devices) > 1 or is_offloaded or torch.device("meta") in devices:
         raise ValueError(
@@ -95,7 +97,8 @@ def _check_layers(model: PreTrainedModel) -> None:
     reason = UNREADABLE.get(config.model_type)
     if reason is None and others:
         reason = f"it has layers of the kind {', '.join(sorted(others))}"
-    # A class may be marked as stateful for the sake of other models, though all layers of this model have attention.
+    # Do not refuse a model only because its class is marked `_is_stateful`: with other configs the class has states,
+    # but all layers of this model may have attention.
     if reason is None and not keeps_states and not kinds and getattr(model, "_is_stateful", False):
         reason = "it keeps a state outside of the cache"
     if reason is not None:
@@ -105,12 +108,12 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True = FSDP2 gathers the weights of the modules before they run."""
+    """True if FSDP2 shards the weights, and gathers them before a module runs."""
     return any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
 
 
 def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
-    """The most tokens that a model can read (None = any number), and the reason if it is not its number of
+    """The longest sequence that a model can read (None = no limit), and the reason if the limit is not its number of
     positions."""
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
     positions = next((length for name in names if (length := getattr(config, name, None)) is not None), None)
@@ -118,7 +121,8 @@ def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
     if getattr(config, "attn_temperature_tuning", False):
         limits.append((config.floor_scale - 1, "it scales later queries by the length of its cache (floor_scale)"))
     if getattr(config, "keep_window_size", None):
-        # It keeps the tokens with the largest scores, up to this number. Equal tokens tie.
+        # Such a model drops the tokens with the lowest scores from its cache beyond this number. Which of two equal
+        # scores it drops depends on how many tokens a forward reads.
         limits.append(
             (config.keep_window_size, "which tokens it keeps of more depends on how they are read (keep_window_size)")
         )
@@ -129,14 +133,16 @@ def max_length(config: PreTrainedConfig) -> tuple[int | None, str | None]:
 
 
 def computes_positions(model: PreTrainedModel) -> bool:
-    """True = the model has rotary embeddings, so it can read beyond `max_position_embeddings`, though less well."""
+    """True if the model has rotary embeddings, and so can read sequences beyond `max_position_embeddings`, with less
+    accurate predictions."""
     config = model.config.get_text_config(decoder=True)
     has_rotary = any(getattr(module, "rope_type", None) for module in model.get_decoder().modules())
     return has_rotary and max_length(config)[0] == getattr(config, "max_position_embeddings", None)
 
 
 def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
-    """The kinds of attention layer in a model, each with its window; None = it sees all earlier tokens."""
+    """The kinds of attention layers in a model -> the window of each; None = the layer attends to all earlier
+    tokens."""
     size, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     sliding = Window(size) if size else None
     chunked = Window(chunk, in_chunks=True) if chunk else None
@@ -146,8 +152,8 @@ def windows(config: PreTrainedConfig) -> dict[str, Window | None]:
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """The reason not to compile the model, or None. Some rotary embeddings branch on the length of a sequence, which a
-    graph cannot do."""
+    """The reason not to compile the model, or None. For example, some rotary embeddings branch on the sequence length,
+    which would break the graph."""
     if is_sharded(model):
         return f"fully_shard gathers the weights of {type(model).__name__} in hooks that torch does not compile"
     kind = next((kind for _, kinds in growing_rotaries(model) for kind in kinds), None)

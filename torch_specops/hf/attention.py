@@ -1,8 +1,9 @@
-"""Grouped-query attention over the cache without a copy of the keys for each query head.
+"""Grouped-query attention over the KV cache without copying the keys for each query head.
 
-With a mask, transformers' "sdpa" repeats keys and values for every query head of a group, except in eager steps of one
-token since 5.23. Ragged rows always have a mask, so each step would copy the whole cache as many times as a group has
-heads. Here the query heads of a group become additional queries of their shared key head.
+If there is a mask, transformers' "sdpa" repeats keys and values for every query head of a group (since 5.23 not in
+eager steps of one token). Rows of different lengths always need a mask. With a group of G query heads, each step would
+then copy the whole cache G times. Instead, this module treats the query heads of a group as additional queries of the
+key head they share.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def grouped_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D]. The mask may also
-    be spans of slots for `attend`, as [B, 1, n, 2] int64.
+    """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D].
 
-    Queries may be packed, as [1, G * heads, N, D] for keys of several sequences. They are then, row by row, the queries
-    that see a slot in the mask [B, 1, n, W].
+    Instead of a mask, `attention_mask` may hold spans of slots for `attend`, [B, 1, n, 2] int64.
+
+    Queries of several sequences may be packed into one row, [1, G * heads, N, D]. They are then ordered by sequence and
+    contain no padding. The mask [B, 1, n, W] shows which queries are left out as padding: those whose row is empty.
     """
     if attention_mask is None or attention_mask.shape[1] != 1 or position_bias is not None:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
@@ -45,13 +47,13 @@ def grouped_attention(
         return attend(query, key, value, attention_mask.squeeze(1), scale), None
     if query.shape[0] < attention_mask.shape[0]:
         return _attend_packed(query, key, value, attention_mask, scale), None
-    # Every token sees itself, so a mask over one slot hides nothing.
+    # Every token attends to itself, so a mask over a single slot masks nothing.
     mask = None if attention_mask.shape[3] == 1 else attention_mask
     return attend_masked(query, key, value, mask, scale), None
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of packed queries, [1, N, G * heads, D]. Padding, which sees no slot, is dropped."""
+    """The attention of packed queries -> [1, N, G * heads, D], without padding."""
     at = mask.any(3).flatten().nonzero().squeeze(1)
     padded = query.new_zeros(mask.shape[0] * mask.shape[2], *query.shape[1::2])
     padded.index_copy_(0, at, query[0].transpose(0, 1))
@@ -59,15 +61,15 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     return output.flatten(0, 1).index_select(0, at).unsqueeze(0)
 
 
-# Configs select it by this name, with the masks of "sdpa".
+# A config selects `grouped_attention` by this name. It takes the same masks as "sdpa".
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
-    """Select `grouped_attention` in a config with "sdpa" if its queries are grouped or the model gets spans; otherwise
-    restore "sdpa"."""
-    # The layers of a heterogeneous model may differ in their numbers of heads.
+    """If a config uses "sdpa", replace it by `grouped_attention` if its query heads are grouped or the model gets
+    spans. Otherwise set it back to "sdpa"."""
+    # In a heterogeneous model, each layer may have a different number of heads, which the config does not show.
     is_grouped = use_spans or getattr(config, "is_heterogeneous", False)
     if not is_grouped:
         num_heads = getattr(config, "num_attention_heads", None)

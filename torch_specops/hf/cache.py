@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ..models.base import RowState
 from ..ops.attention import attention_dtype
 from ..ops.kv_cache import RaggedKeyValues
 from ..ops.tracing import is_eager_cpu
@@ -36,23 +37,46 @@ def placed(old: Tensor | None, new: Tensor) -> Tensor:
     return old.copy_(new)
 
 
-class RaggedCache(Cache):
-    """Keys and values of every layer, written at the slots that `writing_at` names."""
+class RaggedCache(Cache, RowState):
+    """Keys and values of every layer, written at the slots that `writing_at` names.
 
-    def __init__(self, batch: int, capacity: int, num_layers: int) -> None:
-        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
-        self.batch = batch
-        self.capacity = capacity
+    Attributes:
+        batch, capacity: as in `start`; 0 before it.
+    """
+
+    layers: list[Any]
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[self._new_layer() for _ in range(num_layers)])
+        self.batch = self.capacity = 0
         self.slots: Tensor | None = None
         self.first: int | None = None
         self.width: int | None = None
         self.rows: Tensor | None = None
         self.owners: Tensor | None = None
 
-    def begin(self) -> None:
-        """Forget everything. A layer reuses its memory if the first write fits."""
+    def _new_layer(self) -> RaggedLayer:
+        return RaggedLayer(self)
+
+    def start(self, batch: int, capacity: int, like: Tensor) -> None:
+        """`RowState.start`. A layer reuses its memory if the first write fits."""
+        if (self.batch, self.capacity) != (batch, capacity):
+            self.batch, self.capacity = batch, capacity
+            # Free the memory of all layers before the first of them allocates.
+            self.layers = [self._new_layer() for _ in self.layers]
         for layer in self.layers:
             layer.is_begun = False
+
+    def clear_rows(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            layer.clear(rows)
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        for layer in self.layers:
+            layer.copy_rows(sources, width)
+
+    def static_tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in layer.static_tensors()]
 
     @contextmanager
     def writing_at(
@@ -127,7 +151,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         return self._cache.capacity
 
 
-class FeatureBuffer:
+class FeatureBuffer(RowState):
     """The inputs of a model's layers with the indices `layers`, in a buffer with a fixed address and shape. The index
     after the last layer selects the output of the final norm.
 
@@ -135,7 +159,7 @@ class FeatureBuffer:
 
     Attributes:
         values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
-        cache: the cache whose slots and rows it uses; None before `start`.
+        cache: the cache whose slots and rows it uses; set before a forward.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
@@ -150,18 +174,16 @@ class FeatureBuffer:
 
     # A batch may continue outside of the inference mode that it began in.
     @torch.inference_mode(False)
-    def start(self, cache: RaggedCache, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate or clear the buffer for forwards with this cache and hidden states of width `size`."""
-        shape = (cache.batch, cache.capacity, len(self.layers) * size)
-        old = self.values
-        if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device):
+    def start(self, batch: int, capacity: int, like: Tensor) -> None:
+        old, shape = self.values, (batch, capacity, len(self.layers) * self._hidden_size)
+        if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, like.dtype, like.device):
             old.zero_()
         else:
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.cache = cache
+            self.values = like.new_zeros(shape)
 
-    def attach(self, layers: nn.ModuleList, decoder: nn.Module) -> None:
+    def attach(self, layers: nn.ModuleList, decoder: nn.Module, hidden_size: int) -> None:
         """Hook these layers and the decoder that contains them. They must be the copies of a `ShadowModel`."""
+        self._hidden_size = hidden_size
         for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):
             # The copies share their hooks with the user's model, so replace the dicts and do not change them.
             if index == len(layers):
@@ -173,9 +195,11 @@ class FeatureBuffer:
             layer._forward_pre_hooks_with_kwargs = OrderedDict(with_arguments, **{name: True})
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
-        """Copy rows, like `RaggedKeyValues.copy_rows`."""
         assert self.values is not None
         self.values[:, :width] = self.values[sources, :width]
+
+    def static_tensors(self) -> Sequence[Tensor]:
+        return () if self.values is None else (self.values,)
 
     def _keep(self, part: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Write the input of a layer or the output of the decoder [A, n, H] to the slots where the cache writes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel, WhisperForCausalLM
 from transformers.cache_utils import StaticLayer
 
-from ..models import LanguageModel
+from ..models.base import LanguageModel, RowState
 from ..ops.kv_cache import visible_slots
 from ..ops.tracing import normal_tensors
 from .architecture import layers_of
@@ -31,14 +32,13 @@ class EncoderDecoderModel(TransformersModel):
     # In a draft: the target whose encoder output it reads. `_inputs` are the newest inputs of the encoder.
     _encodes_for_us: EncoderDecoderModel | None = None
     _inputs: Mapping[str, Tensor] | None = None
-    _encoder_states: Tensor | None = None
-    _encoder_mask: Tensor | None = None
-    # Keys and values of the encoder's output, at the same addresses for every batch of the same shape.
-    _cross_cache: Cache | None = None
     _of_calls: ClassVar[Sequence[str]] = (
-        *("encoder_outputs", "_both", "_cross_cache", "_encoder_mask", "_encoder_states", "_encodes_for_us", "_inputs"),
-        "_relative_bias",
+        *("encoder_outputs", "_both", "_encoded", "_encodes_for_us", "_inputs", "_relative_bias"),
     )
+
+    def _begin(self) -> None:
+        self._encoded = EncoderOutput()
+        super()._begin()
 
     def _take_over(self) -> None:
         super()._take_over()
@@ -63,8 +63,8 @@ class EncoderDecoderModel(TransformersModel):
         inputs = inputs or {}
         states = self._encode(batch, inputs) if self.encoder_outputs is None else self.encoder_outputs
         mask = inputs.get("attention_mask") if self._is_t5 else None
-        mask = None if mask is None else placed(self._encoder_mask, mask.to(self.device, copy=True))
-        self._cross_attend(placed(self._encoder_states, states.clone()), mask)
+        mask = None if mask is None else placed(self._encoded.mask, mask.to(self.device, copy=True))
+        self._cross_attend(placed(self._encoded.states, states.clone()), mask)
 
     def share_encoder(self, draft: LanguageModel) -> LanguageModel:
         """Let a draft with this encoder, or a `WhisperForCausalLM`, read this model's encoder output. Returns the draft
@@ -89,25 +89,21 @@ class EncoderDecoderModel(TransformersModel):
         """Use the target's encoder output if it is for these inputs, and return whether it is: another decoder may have
         replaced it."""
         other = self._encodes_for_us
-        if other is None or other._encoder_states is None or other._inputs is not inputs:
+        if other is None or other._encoded.states is None or other._inputs is not inputs:
             return False
-        self._cross_attend(other._encoder_states, other._encoder_mask)
+        self._cross_attend(other._encoded.states, other._encoded.mask)
         return True
 
     def _cross_attend(self, states: Tensor, mask: Tensor | None) -> None:
         """Attend to these encoder states from now on. The next forward computes their keys and values."""
-        if self._cross_cache is None or states is not self._encoder_states:
-            self._cross_cache = Cache(layers=[_EncoderLayer(states.shape[1]) for _ in range(self.num_layers)])
-        self._encoder_states, self._encoder_mask = states, mask
-        self._cross_cache.reset()
-        self._both = EncoderDecoderCache(self._require_cache(), self._cross_cache)
+        self._both = EncoderDecoderCache(self._require_cache(), self._encoded.attend(states, mask, self.num_layers))
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         """Encode new inputs [1, ...] for a row. The next forward computes the keys and values."""
         self._inputs = inputs
         if self._take_encoded(inputs):
             return
-        new, states, mask = self._encode(1, inputs), self._encoder_states, self._encoder_mask
+        new, states, mask = self._encode(1, inputs), self._encoded.states, self._encoded.mask
         assert states is not None
         length = max(new.shape[1], states.shape[1])
         if self._is_t5:
@@ -115,7 +111,7 @@ class EncoderDecoderModel(TransformersModel):
             new_mask = inputs.get("attention_mask", new.new_ones(new.shape[:2]))
             mask = pad(mask.to(self.device), (0, length - mask.shape[1]))
             mask[row] = pad(new_mask.to(mask), (0, length - new.shape[1]))
-            mask = placed(self._encoder_mask, mask)
+            mask = placed(self._encoded.mask, mask)
         elif new.shape[1] != states.shape[1]:
             raise ValueError(
                 f"inputs: expected {states.shape[1]} encoder positions, as other rows have, got {new.shape[1]}"
@@ -125,12 +121,8 @@ class EncoderDecoderModel(TransformersModel):
         states[row] = pad(new, (0, 0, 0, length - new.shape[1]))
         self._cross_attend(states, mask)
 
-    def static_tensors(self) -> list[Tensor]:
-        """Weights, caches, and the output of the encoder."""
-        encoder = [tensor for tensor in (self._encoder_states, self._encoder_mask) if tensor is not None]
-        layers = [] if self._cross_cache is None else self._cross_cache.layers
-        cross = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
-        return [*super().static_tensors(), *encoder, *cross]
+    def _row_states(self) -> list[RowState]:
+        return [*super()._row_states(), self._encoded]
 
     def _encode(self, batch: int, inputs: Mapping[str, Tensor]) -> Tensor:
         name = self.model.main_input_name
@@ -146,13 +138,13 @@ class EncoderDecoderModel(TransformersModel):
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
         if self._relative_bias is not None:
-            arguments = {"attention_mask": self._encoder_mask}
+            arguments = {"attention_mask": self._encoded.mask}
         else:
             arguments = {"decoder_position_ids": positions}
         return arguments | {
             "decoder_input_ids": tokens,
             "decoder_attention_mask": mask,
-            "encoder_outputs": (self._encoder_states,),
+            "encoder_outputs": (self._encoded.states,),
             self._cache_argument: self._both,
         }
 
@@ -162,6 +154,34 @@ class EncoderDecoderModel(TransformersModel):
         bias = self._relative_bias(positions, slot_positions)
         visible = visible_slots(positions, slot_positions, own_text=own_text)
         return torch.where(visible, bias, torch.finfo(bias.dtype).min)
+
+
+class EncoderOutput(RowState):
+    """An encoder's output, and the keys and values that the decoder computes from it.
+
+    Attributes:
+        states: [B, S, H]; None before `attend`.
+        mask: [B, S], the positions that are no padding; None = all.
+    """
+
+    states: Tensor | None = None
+    mask: Tensor | None = None
+    # At the same addresses for every batch of the same shape.
+    _cache: Cache | None = None
+
+    def attend(self, states: Tensor, mask: Tensor | None, num_layers: int) -> Cache:
+        """Attend to these encoder states from now on; the next forward computes their keys and values, in the cache
+        that is returned."""
+        if self._cache is None or states is not self.states:
+            self._cache = Cache(layers=[_EncoderLayer(states.shape[1]) for _ in range(num_layers)])
+        self.states, self.mask = states, mask
+        self._cache.reset()
+        return self._cache
+
+    def static_tensors(self) -> list[Tensor]:
+        layers = [] if self._cache is None else self._cache.layers
+        pairs = [(layer.keys, layer.values) for layer in layers if layer.is_initialized]
+        return [tensor for tensor in (self.states, self.mask, *chain(*pairs)) if tensor is not None]
 
 
 class _EncoderLayer(StaticLayer):

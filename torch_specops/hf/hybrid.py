@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +32,10 @@ class HybridModel(TransformersModel):
     packs_rows = False
     _cache_kind = StateCache
     _num_slots = 2
-    _of_calls: ClassVar[Sequence[str]] = ("_readers", "_unread")
+    _of_calls: ClassVar[Sequence[str]] = ("_readers",)
 
     def _begin(self) -> None:
         self._readers: dict[nn.Module, StateReader] = {}
-        # The rows whose next read begins a sequence.
-        self._unread: set[int] = set()
         super()._begin()
 
     def expect(self, num_tokens: int) -> None:
@@ -47,12 +44,7 @@ class HybridModel(TransformersModel):
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
         super().begin_texts(lengths, rows)
-        self._require_cache().prompt_lengths[slice(None) if rows is None else rows] = lengths
-        self._unread.update(range(self._require_cache().batch) if rows is None else rows.tolist())
-
-    def copy_rows(self, sources: Tensor, width: int) -> None:
-        super().copy_rows(sources, width)
-        self._unread = {row for row, source in enumerate(sources.tolist()) if source in self._unread}
+        self._require_cache().begin_texts(lengths, rows)
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -78,37 +70,15 @@ class HybridModel(TransformersModel):
     def _cache_sizes(self) -> tuple[int, ...]:
         return self.num_layers, self._num_slots, self._num_states
 
-    def _start_cache(self, batch: int, capacity: int) -> None:
-        super()._start_cache(batch, capacity)
-        cache = self._require_cache()
-        # Fill it in place, because CUDA graphs hold its address.
-        cache.prompt_lengths = cache.prompt_lengths.to(self.device)
-        cache.prompt_lengths.zero_()
-        self._unread = set(range(batch))
-
     def _require_cache(self) -> StateCache:
         cache = super()._require_cache()
         assert isinstance(cache, StateCache)
         return cache
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
-        with self.beginning(self._require_cache().rows):
-            return super()._read(tokens, positions, mask, num_logits)
-
-    @contextmanager
-    def beginning(self, rows: Tensor | None) -> Iterator[None]:
-        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of them."""
         cache = self._require_cache()
-        # Decode steps have no unread rows, so they do not wait for the device.
-        if self._unread:
-            members = set(range(cache.batch) if rows is None else rows.tolist())
-            cache.begins_texts = members <= self._unread
-            cache.others_run = len(self._unread | members) < cache.batch
-            self._unread -= members
-        try:
-            yield
-        finally:
-            cache.begins_texts = False
+        with cache.beginning(cache.rows):
+            return super()._read(tokens, positions, mask, num_logits)
 
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
@@ -129,9 +99,6 @@ class HybridModel(TransformersModel):
             cache = getattr(output, self._cache_argument)
             logits.append(output.logits)
         return torch.cat(logits, 1)
-
-    def static_tensors(self) -> list[Tensor]:
-        return [*super().static_tensors(), self._require_cache().prompt_lengths]
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
         """Masks for the kinds of attention layer. Layers with a state get none, because they read no padding."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..models.base import RowState
 from .cache import RaggedCache, placed
 from .hybrid import HybridModel
 from .models import TransformersModel
@@ -58,6 +59,29 @@ def _heard(rotary: nn.Module | None, hear: Callable[[Tensor], object]) -> Iterat
         rotary._forward_pre_hooks = hooks
 
 
+class PositionOffsets(RowState):
+    """Positions in time, height and width minus the slot.
+
+    Attributes:
+        values: [3, B, capacity] int64, at one address for all batches of the same size.
+    """
+
+    values: Tensor
+
+    def start(self, batch: int, capacity: int, like: Tensor) -> None:
+        zeros = like.new_zeros(3, batch, capacity, dtype=torch.int64)
+        self.values = placed(getattr(self, "values", None), zeros)
+
+    def clear_rows(self, rows: Tensor) -> None:
+        self.values.index_fill_(1, rows, 0)
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        self.values.copy_(self.values[:, sources])
+
+    def static_tensors(self) -> list[Tensor]:
+        return [self.values]
+
+
 class ImageTextModel(TransformersModel):
     """A causal transformers model that reads images at the positions of a prompt token, the placeholder.
 
@@ -74,9 +98,8 @@ class ImageTextModel(TransformersModel):
     # Unread images, each with the rows whose prompts contain them.
     _images: list[tuple[Sequence[int], Mapping[str, Tensor]]]
     _num_copies = 1
-    # [3, B, capacity] int64, positions in time, height and width minus the slot, at one address for all batches of the
-    # same size; None = positions equal slots.
-    _offsets: Tensor | None = None
+    # None = positions equal slots.
+    _offsets: PositionOffsets | None = None
     _of_calls: ClassVar[Sequence[str]] = ("_images", "_num_copies", "_offsets")
 
     def _understand(self) -> None:
@@ -132,10 +155,9 @@ class ImageTextModel(TransformersModel):
         return images | {"attention_mask": inside}
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self._offsets = None if self._position_module() is None else self._offsets or PositionOffsets()
         super().start(batch, capacity)
         self._images, self._num_copies = [], 1
-        offsets = torch.zeros(3, batch, capacity, dtype=torch.int64, device=self.device)
-        self._offsets = None if self._position_module() is None else placed(self._offsets, offsets)
         if inputs:
             self._num_copies = batch // len(inputs["attention_mask"])
             self._take(range(0, batch, self._num_copies), inputs)
@@ -187,9 +209,9 @@ class ImageTextModel(TransformersModel):
             _, positions, deltas = self._own_forward(tokens, mask, images, cache)
         if self._offsets is not None:
             later = torch.zeros_like(rows).unsqueeze(1) if deltas is None else deltas
-            self._offsets[:, rows] = later
+            self._offsets.values[:, rows] = later
             if positions is not None:
-                self._offsets[:, rows, : mask.shape[1]] = torch.where(mask, positions - slots, later)
+                self._offsets.values[:, rows, : mask.shape[1]] = torch.where(mask, positions - slots, later)
 
     def _own_forward(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], cache: RaggedCache | None
@@ -251,20 +273,10 @@ class ImageTextModel(TransformersModel):
             return slots.new_zeros(3, *slots.shape)
         if owners is None:
             owners = torch.arange(len(slots), device=slots.device).unsqueeze(1)
-        return self._offsets[:, owners, slots]
+        return self._offsets.values[:, owners, slots]
 
-    def clear_rows(self, rows: Tensor) -> None:
-        super().clear_rows(rows)
-        if self._offsets is not None:
-            self._offsets.index_fill_(1, rows, 0)
-
-    def copy_rows(self, sources: Tensor, width: int) -> None:
-        super().copy_rows(sources, width)
-        if self._offsets is not None:
-            self._offsets.copy_(self._offsets[:, sources])
-
-    def static_tensors(self) -> list[Tensor]:
-        return [*super().static_tensors(), *([] if self._offsets is None else [self._offsets])]
+    def _row_states(self) -> list[RowState]:
+        return [*super()._row_states(), *([] if self._offsets is None else [self._offsets])]
 
 
 class HybridImageModel(ImageTextModel, HybridModel):
@@ -279,7 +291,7 @@ class HybridImageModel(ImageTextModel, HybridModel):
             begin, row = max(length - num_unread, 1), rows[index : index + 1]
             # Read the last image to its end. A draft goes on from `begin`, so copy the states after the image to there.
             end = begin + int((tokens[index, begin:length] == self._placeholder).sum())
-            with self.beginning(row):
+            with self._require_cache().beginning(row):
                 prompt = tokens[index : index + 1, :end], mask[index : index + 1, :end]
                 super()._read_prompts(*prompt, own, row, num_unread)
             self._require_cache().repeat_states(row, end, begin)

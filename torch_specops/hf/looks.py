@@ -1,4 +1,5 @@
-"""One look at a model: what it is now, and what the modules of its copy consist of."""
+"""`Look` scans a model once. It computes the attributes for the copied modules and detects changes since an earlier
+scan."""
 
 from __future__ import annotations
 
@@ -29,26 +30,27 @@ from .references import (
     reaches_module,
 )
 
-# Attributes that are not followed: parameters, hooks and names, which every module has and other code handles; and
-# `rope_deltas`, which every call of an image model sets and no forward of this loop reads.
+# Attributes that a look does not follow like others. Those of every module, such as parameters and hooks, are handled
+# separately. `rope_deltas` is skipped because it changes in every call of an image model, and the loop does not read
+# it.
 NOT_FOLLOWED = frozenset({*vars(nn.Module()), "rope_deltas"})
 
 
 class NotSeenThroughError(Exception):
-    """An object may call modules in a way that cannot be changed."""
+    """An object may call modules, and its references to them cannot be replaced by references to copies."""
 
 
 class Look:
-    """What a model was when it was looked at.
+    """The state of a model at one moment.
 
-    A look walks over all modules and follows what their attributes refer to. Whatever it meets it records in order:
-    two looks with equal records found the same model.
+    A look visits all modules and follows the references in their attributes. It records every object it visits, in
+    order. If two looks have equal records, the model did not change between them.
 
     Attributes:
         attributes: module -> the attributes of its copy.
-        code: numbers that are equal in two looks if the modules have the same hooks and methods.
-        is_observed: True = code is called that may keep what a forward computes: hooks, a `forward` or a function set
-            on a module, parametrizations, classes and methods of other packages.
+        code: numbers for the hooks and methods of the modules; equal in two looks if hooks and methods are the same.
+        is_observed: True = a forward calls code that may store intermediate results: hooks, a `forward` or another
+            function set on a module, parametrizations, or classes and methods of other packages.
     """
 
     def __init__(self, copies: WeakKeyDictionary[nn.Module, nn.Module], before: Look | None) -> None:
@@ -60,21 +62,23 @@ class Look:
         self._classes: set[type] = set()
         self._unfollowable: set[str] = set()
         self._configs: _ConfigCopies = _ConfigCopies(None if before is None else before._configs)
-        # Parts -> what was made of them, in this look and in the look before: compiled code looks at the identity of a
-        # function. Older parts are forgotten, because some trainers wrap a model anew in every step.
+        # Parts -> the object rebuilt from them, in this look and in the previous one. Rebuilt functions are reused
+        # because Dynamo guards on the identity of a function. Entries of older looks are dropped: some trainers wrap
+        # the model again in every step, so the dict would grow without limit.
         self._made: dict[Hashable, Any] = {}
         self._made_before = {} if before is None else before._made
-        # Ids of the values that are being followed. They may refer to themselves.
+        # Ids of the values that are being followed, because a value that refers to itself would recurse without end.
         self._inside: set[int] = set()
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """The copies of the configs that the modules have."""
+        """The copies of all configs in the model."""
         return list(self._configs.copies.values())
 
     @property
     def not_followed(self) -> str:
-        """Which attributes may call modules of the model itself; "" = none."""
+        """A message that names the attributes through which the copy may call modules of the original model; "" =
+        none."""
         names = ", ".join(sorted(self._unfollowable))
         return names and f"{names} may call modules in a way that cannot be followed"
 
@@ -89,12 +93,12 @@ class Look:
         )
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """The copy of a module, which is looked at if this look has not met it yet."""
+        """The copy of a module. Visits the module if this look has not visited it yet."""
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"model: expected modules of Python, got {type(module).__name__} (torch.jit)")
         clone = self._copies.get(module)
         if clone is None:
-            # A class's own `__new__` may take arguments.
+            # Call `object.__new__`, because the `__new__` of the class may require arguments.
             clone = self._copies[module] = object.__new__(type(module))
         self._record.append(clone)
         if module not in self.attributes:
@@ -102,28 +106,30 @@ class Look:
         return clone
 
     def _look_at(self, module: nn.Module) -> None:
-        own = vars(module)
-        attributes = self.attributes[module] = own | {"training": False}
-        # Some rotary embeddings register a new buffer in a forward; longrope overwrites its buffer (transformers 5.23).
-        writes = "longrope" in str(own.get("rope_type"))
+        module_vars = vars(module)
+        attributes = self.attributes[module] = module_vars | {"training": False}
+        # A forward may write buffers. Some rotary embeddings register a new buffer, for which a copied dict is enough;
+        # longrope overwrites the buffer itself, which needs a copied tensor (transformers 5.23).
+        writes = "longrope" in str(module_vars.get("rope_type"))
         attributes["_buffers"] = copy.deepcopy(module._buffers) if writes else dict(module._buffers)
-        # A forward that keeps hidden states, as many of images do, adds hooks to its layers first (transformers).
-        attributes["_forward_hooks"] = own["_forward_hooks"].copy()
+        # Copy the dict, because transformers adds hooks to the layers when a forward returns hidden states, as many
+        # image models do.
+        attributes["_forward_hooks"] = module_vars["_forward_hooks"].copy()
         attributes["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
         self._record += (type(module), *module._modules)
-        self.is_observed |= "forward" in own or "parametrizations" in module._modules
+        self.is_observed |= "forward" in module_vars or "parametrizations" in module._modules
         self._look_at_class(type(module))
         self._look_at_hooks(module, "_forward_pre_hooks")
         self._look_at_hooks(module, "_forward_hooks")
         for weight in module._parameters.values():
             if isinstance(weight, nn.UninitializedParameter):
                 raise ValueError(f"model: {type(module).__name__} has no weights yet; run the model once")
-            # Not the weight, which its owner may want to free.
+            # Do not record the weight itself: the record would keep it alive when the user frees it.
             self._record += (type(weight), getattr(weight, "dtype", None), getattr(weight, "device", None))
         attributes["_modules"] = {
             name: child if child is None else self.copy_of(child) for name, child in module._modules.items()
         }
-        for name, value in own.items():
+        for name, value in module_vars.items():
             if name not in NOT_FOLLOWED:
                 self._record.append(name)
                 self.is_observed |= type(value) in (FunctionType, MethodType) and is_foreign(value)
@@ -146,11 +152,11 @@ class Look:
                     self._unfollowable.add(f"{kind.__name__}.{name}")
 
     def _look_at_hooks(self, module: nn.Module, name: str) -> None:
-        """The copy has the hooks of its module. A module or its method is a hook of copies; other hooks are called
-        unchanged, because many take notes on the model."""
+        """Give the copy the hooks of its module. A hook that is a module, a bound method or a `partial` is rebuilt from
+        copies. Other hooks stay the same objects, because many store results on the original model."""
         hooks, with_kwargs = vars(module)[name], vars(module)[f"{name}_with_kwargs"]
         for key, hook in hooks.items():
-            # transformers' own take note of what a forward shall return.
+            # The hooks of transformers only collect the hidden states and attentions that a caller requested.
             self.is_observed |= package(hook) != "transformers"
             self.code += (_number(hook), key in with_kwargs)
             if type(hook) in (MethodType, partial) or isinstance(hook, nn.Module):
@@ -160,19 +166,19 @@ class Look:
         self.code.append(len(hooks))
 
     def _in_copy(self, value: Any, owner: nn.Module) -> Any:
-        """What the copy of module `owner` has for a value of `owner`: the value itself, if no reference leads from it
-        to a module, else the same made of copies.
+        """Convert an attribute value of the module `owner` for the copy. Returns the value itself if no reference leads
+        from it to a module, otherwise a value rebuilt with references to copies of the modules.
 
         Raises:
-            NotSeenThroughError: it may refer to modules in a way that cannot be followed.
+            NotSeenThroughError: the value may refer to modules in a way that cannot be followed.
         """
         new = value if type(value) in PLAIN else self._followed(value, owner)
-        # Not `value`: what refers to the model itself would keep it alive.
+        # Do not record `value`: it may refer to the model, and the record would keep the model alive.
         self._record.append(new)
         return new
 
     def _followed(self, value: Any, owner: nn.Module) -> Any:
-        # Not isinstance, which believes a proxy.
+        # Use `type` instead of isinstance, because a proxy object may report the class of the object it wraps.
         kind = type(value)
         if issubclass(kind, nn.Module):
             return self.copy_of(value)
@@ -181,11 +187,11 @@ class Look:
         if calls_nothing(kind):
             return value
         if kind is FunctionType:
-            # Unwrap the result of `torch.compile`: the loop compiles its own steps.
+            # Unwrap the result of `torch.compile`, because the loop compiles whole steps itself.
             compiled = getattr(value, "_torchdynamo_orig_callable", None)
             if compiled is not None and not getattr(value, "_torchdynamo_disable", False):
                 return self._in_copy(compiled, owner)
-            # A function of the owner's class.
+            # A function of the owner's class gets the module as an argument, so it refers to no particular module.
             if any(vars(each).get(value.__name__) is value for each in type(owner).__mro__):
                 return value
         parts = None if id(value) in self._inside else parts_of(value)
@@ -196,7 +202,7 @@ class Look:
         return value
 
     def _of_parts(self, value: Any, owner: nn.Module, parts: Parts) -> Any:
-        """The value made of what the copy has for its parts."""
+        """Convert the parts of a value for the copy, and rebuild the value if any of them changed."""
         old, make, key = parts
         kind = type(value)
         self._inside.add(id(value))
@@ -204,7 +210,8 @@ class Look:
             if kind is MethodType and isinstance(value.__self__, nn.Module):
                 owner = value.__self__
             for each in globals_of(value) if kind is FunctionType else ():
-                # A function made anew has the same globals.
+                # A rebuilt function keeps the globals of the original, so its reference to a module could not be
+                # replaced.
                 if id(each) not in self._inside and self._in_copy(each, owner) is not each:
                     raise NotSeenThroughError
             new = [self._in_copy(part, owner) for part in old]
@@ -214,7 +221,7 @@ class Look:
             return value
         whole = kind, *key, *map(id, new)
         made = self._made.get(whole, self._made_before.get(whole))
-        # A forward may have written to a container of the copy.
+        # Do not reuse a container that a forward has changed since the previous look.
         if made is None or (kind in MUTABLE and (held := parts_of(made)) and not are_same(held[0], new)):
             made = make(*new)
         self._made[whole] = made
@@ -222,25 +229,26 @@ class Look:
 
 
 class _ConfigCopies:
-    """Copies of a model's configs, kept from look to look until any config changes. Copies keep identity and nesting:
-    configs that are one object, or inside each other, stay so."""
+    """Copies of a model's configs. The next look reuses them unless any config has changed. Two modules that share a
+    config share its copy, and a config nested in another stays nested."""
 
     def __init__(self, before: _ConfigCopies | None) -> None:
-        # Id -> the copy of a config.
+        # Id of a config -> its copy.
         self.copies: dict[int, PreTrainedConfig] = {}
-        # Id -> a config that was copied, and its attributes then.
+        # Id of a config -> the config, and a copy of its attributes at the time it was copied.
         self._copied: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
         self._met: set[int] = set()
         if before is not None and before._are_valid():
             self.copies, self._copied = dict(before.copies), dict(before._copied)
 
     def _are_valid(self) -> bool:
-        """Whether the configs that were met are all that was copied, and have not changed since."""
+        """True if the look visited every copied config and none has changed since it was copied."""
         try:
             return self._met == set(self._copied) and all(
                 vars(config) == then for config, then in self._copied.values()
             )
-        # Tensors and arrays are neither equal nor different.
+        # Comparing tensors or arrays in a config raises, because a comparison result with several elements has no truth
+        # value.
         except (RuntimeError, ValueError):
             return False
 
@@ -257,18 +265,19 @@ class _ConfigCopies:
         return self.copies[id(config)]
 
 
-# Id -> an object and its number, because another object may get its id later.
+# Id -> a weak reference to an object, and the object's number. The reference is compared because a later object may get
+# the same id.
 _numbers: dict[int, tuple[ReferenceType[Any], int]] = {}
 _next_number = count()
 
 
 def _number(value: Any) -> int:
-    """A number that no other object gets."""
+    """A number that is unique to this object, also after the object is freed."""
     known = _numbers.get(id(value))
     if known is None or known[0]() is not value:
         try:
             known = ref(value, partial(_forget, id(value))), next(_next_number)
-        # It has no weak references.
+        # The object does not support weak references.
         except TypeError:
             return next(_next_number)
         _numbers[id(value)] = known

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..models.base import FeatureModel, TreeModel, settings_of
+from ..models.base import FeatureModel, RowState, TreeModel, settings_of
 from ..ops.attention import spans_of, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
@@ -24,7 +24,7 @@ from .architecture import (
     windows,
 )
 from .attention import use_grouped_attention
-from .cache import FeatureBuffer, RaggedCache, RaggedLayer, cache_argument
+from .cache import FeatureBuffer, RaggedCache, cache_argument
 from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
@@ -141,7 +141,7 @@ class TransformersModel(FeatureModel, TreeModel):
             del layers[self._first_layers :]
         compile_once(self._large_layers)
         if self._features is not None:
-            self._features.attach(layers_of(self.prepared), self.prepared.get_decoder())
+            self._features.attach(layers_of(self.prepared), self.prepared.get_decoder(), self.hidden_size)
         follow_lengths(self._rotaries, self._read_lengths)
 
     def _understand(self) -> None:
@@ -218,22 +218,25 @@ class TransformersModel(FeatureModel, TreeModel):
             self._take_over()
         self._is_looked_at = False
         self._prompt_lengths = None
-        self._start_cache(batch, capacity)
+        key = self._cache_sizes()
+        if self._cache is None or self._cache_key != key:
+            self._cache, self._cache_key = self._cache_kind(*key), key
+        self._cache_held = self._cache_holds()
+        if self._features is not None:
+            self._features.cache = self._cache
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        for state in self._row_states():
+            state.start(batch, capacity, like)
+
+    def _row_states(self) -> list[RowState]:
+        """The tensors that rows keep, started, cleared and copied in this order."""
+        return [self._require_cache(), *([] if self._features is None else [self._features])]
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
         self._is_looked_at = False
         if rows is None or self._prompt_lengths is None:
             self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
         self._prompt_lengths[slice(None) if rows is None else rows] = lengths
-
-    def _start_cache(self, batch: int, capacity: int) -> None:
-        key = batch, capacity, *self._cache_sizes()
-        if self._cache is None or self._cache_key != key:
-            self._cache, self._cache_key = self._cache_kind(*key), key
-        self._cache.begin()
-        self._cache_held = self._cache_holds()
-        if self._features is not None:
-            self._features.start(self._cache, self.hidden_size, self.model.dtype, self.device)
 
     def _cache_sizes(self) -> tuple[int, ...]:
         return (self.num_layers,)
@@ -242,14 +245,13 @@ class TransformersModel(FeatureModel, TreeModel):
         return self.num_layers, self.dtype, self.device
 
     def clear_rows(self, rows: Tensor) -> None:
-        for layer in self._cache_layers:
-            layer.clear(rows)
+        for state in self._row_states():
+            state.clear_rows(rows)
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
         """Copy to row i the first `width` slots of row sources[i]."""
-        for each in [*self._cache_layers, self._features]:
-            if each is not None:
-                each.copy_rows(sources, width)
+        for state in self._row_states():
+            state.copy_rows(sources, width)
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
@@ -290,17 +292,12 @@ class TransformersModel(FeatureModel, TreeModel):
     def key_values(self) -> list[RaggedKeyValues]:
         """The caches of the layers that a forward has allocated. Callers may replace their tensors by others of the
         same shape, such as the buffers of a module to be exported."""
-        return [layer for layer in self._cache_layers if layer.is_initialized]
-
-    @property
-    def _cache_layers(self) -> list[RaggedLayer]:
-        return self._require_cache().layers
+        return [layer for layer in self._require_cache().layers if layer.is_initialized]
 
     def static_tensors(self) -> list[Tensor]:
-        """Weights, cache and features."""
-        cache = [tensor for layer in self._cache_layers for tensor in layer.static_tensors()]
-        features = [] if self._features is None else [self.features]
-        return [*self.prepared.parameters(), *self.prepared.buffers(), *cache, *features]
+        """The weights, and the tensors that rows keep."""
+        kept = [tensor for state in self._row_states() for tensor in state.static_tensors()]
+        return [*self.prepared.parameters(), *self.prepared.buffers(), *kept]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None

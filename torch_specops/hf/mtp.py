@@ -106,8 +106,8 @@ class MtpHead(nn.Module):
             "vocab_size": (config.vocab_size, target.vocab_size),
         }
 
-    def new_cache(self, batch: int, capacity: int) -> RaggedCache:
-        return RaggedCache(batch, capacity, len(self.layers))
+    def new_cache(self) -> RaggedCache:
+        return RaggedCache(len(self.layers))
 
     def read(
         self,

@@ -1,10 +1,11 @@
-"""Run all tokens of a step through a module with states in one call of its forward.
+"""Read all tokens of a step with one call of the forward of a module with recurrent states.
 
 A ring holds the states of each sequence: the state before position p is in slot p mod R. The module gets `StepStates`
-as its cache. It reports no earlier state, so that the module takes its path for several tokens. The convolution and the
-recurrence on that path are replaced: ours read each token's state from the ring and write to the next slot.
+as its cache. `StepStates` reports that there is no earlier state, so that the module takes its code path for prompts,
+which reads several tokens. The convolution and the recurrence on that path are replaced by functions of this file. For
+each token, they load the state from the ring and store the new state in the next slot.
 
-A token's states do not depend on how many tokens are read with it, bit for bit: eager calls on a CPU compute each token
+In eager calls on a CPU, the states are bit-identical however many tokens a call reads, because each token is computed
 with operations of the same shapes.
 """
 
@@ -28,22 +29,23 @@ UNLIMITED = (0.0, float("inf"))
 
 
 def slots_before(positions: Tensor, num_slots: int) -> Tensor:
-    """The ring slots of the states before these positions."""
+    """The ring slots that hold the states before these positions."""
     return positions % num_slots
 
 
-# Computes one token: takes the state [...] before it, writes the state after it, and returns the token's output.
+# Computes one token. Arguments: the state before the token, the tensor for the state after it, and the token's
+# operands. Returns the token's output.
 Update = Callable[..., Tensor]
 
 
 class StepStates:
-    """The cache that a module gets while it reads the tokens of a step.
+    """The cache that is passed to a module while it reads the tokens of a step.
 
     Args:
-        conv: [B, R, C, W], the last W inputs of the convolution before each position.
+        conv: [B, R, C, W], for each slot the last W inputs of the convolution before its position.
         recurrent: [B, R, ...] float32, the states of the recurrence; None = the module has none.
-        positions: [A, S] int64, of every token. The state before it must have been written, in an earlier call or by an
-            earlier token of this call. A position may occur twice.
+        positions: [A, S] int64, the position of each token. The state before a position must have been stored by an
+            earlier call or by an earlier token of this call. A position may occur twice.
         rows: [A] int64, the sequences that are read; None = all, so A = B.
         prompt_lengths: [B] int64, the number of prompt tokens of each sequence; None = 0.
     """
@@ -63,7 +65,8 @@ class StepStates:
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         num_slots = conv.shape[1]
         self._slots = slots_before(positions, num_slots)
-        # For each token: where the state before it is in [B * R], and where the state after it is in [R].
+        # For each token: the index of the state before it among the B * R slots of all sequences, and the slot of the
+        # state after it, 0 .. R - 1.
         self._before = (self.rows.unsqueeze(1) * num_slots + self._slots).unbind(1)
         self._behind = ((positions + 1) % num_slots).unbind(1)
 
@@ -73,7 +76,7 @@ class StepStates:
         in_prompt = self.positions < (0 if lengths is None else lengths[self.rows].unsqueeze(1))
         return torch.where(in_prompt, limit, free)
 
-    # transformers 5.17 calls `has_previous_state`, later versions call the getters.
+    # transformers 5.17 calls `has_previous_state`; later versions call `get_conv_state` and `get_recurrent_state`.
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -94,14 +97,15 @@ class StepStates:
         return torch.stack(seen)
 
     def update_recurrent_state(self, state: Tensor | Callable[[StepStates], object], *args: Any, **kwargs: Any) -> None:
-        """Called with a tensor after `read` has written the states, or with a function that calls `read` (`mamba`)."""
+        """The module calls this with the second result of our recurrence. A tensor is ignored, because `read` has
+        already stored the states. For `mamba` it is a function that calls `read`."""
         if not isinstance(state, Tensor):
             state(self)
 
     def read(self, update: Update, *operands: Tensor) -> Tensor:
-        """Read the tokens: operands [A, S, ...] -> outputs [A, S, ...]."""
+        """Apply `update` to each token: operands [A, S, ...] -> outputs [A, S, ...]."""
         assert self.recurrent is not None
-        # Autocast would multiply states in 16 bits.
+        # Disable autocast, which would multiply states in 16 bits.
         with torch.autocast(self.recurrent.device.type, enabled=False):
             return self._read(self.recurrent, update, *operands)
 
@@ -109,12 +113,13 @@ class StepStates:
         outputs = []
         if is_eager_cpu(ring, self.positions):
             rows, num_slots = self.rows.tolist(), ring.shape[1]
-            # Go row by row, so that a state stays in the CPU's cache and is never copied.
+            # Process one row at a time, so that its state stays in the CPU's cache, and write each new state directly
+            # to its slot.
             places = self._slots.tolist(), self.positions.tolist()
             for row, before, positions, *tokens in zip(rows, *places, *operands, strict=True):
                 slots = ring[row].unbind()
-                for first, position, *values in zip(before, positions, *tokens, strict=True):
-                    outputs.append(update(slots[first], slots[(position + 1) % num_slots], *values))
+                for first, position, *token_operands in zip(before, positions, *tokens, strict=True):
+                    outputs.append(update(slots[first], slots[(position + 1) % num_slots], *token_operands))
             return torch.stack(outputs).unflatten(0, self.positions.shape)
         for index, token in enumerate(zip(*(each.unbind(1) for each in operands), strict=True)):
             state = self._load(ring, index)
@@ -127,13 +132,14 @@ class StepStates:
         return ring.flatten(0, 1).index_select(0, self._before[index])
 
     def _store(self, ring: Tensor, index: int, state: Tensor) -> None:
-        # Index the ring directly, because Inductor would copy it for a write to a view.
+        # Index the ring directly: for a write to a view of it, Inductor would copy the whole ring.
         ring[self.rows, self._behind[index]] = state
 
 
 def step_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward of the module that reads all tokens of a step at once; None = its recurrence is not supported here. It
-    takes a `StepStates` and the keywords of the module's forward except the cache. Module and class do not change.
+    """A function that calls the module's forward for all tokens of a step at once; None = its recurrence is not
+    supported here. The function takes a `StepStates` and the keyword arguments of the module's forward except the
+    cache. The module and its class do not change.
     """
     forward = inspect.unwrap(type(module).forward)
     names = set(forward.__code__.co_names)
@@ -153,8 +159,8 @@ def step_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 @cache
 def _exchanged(forward: FunctionType) -> FunctionType:
-    """The same code, in which the names in EXCHANGED refer to our functions."""
-    # Leave out `__name__`, because Dynamo would look names up in the module that it names.
+    """A copy of a forward in which the global names in `EXCHANGED` refer to functions of this file."""
+    # Leave out `__name__`, because Dynamo would resolve global names in the module with that name.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | EXCHANGED
     function = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     function.__kwdefaults__ = forward.__kwdefaults__
@@ -164,14 +170,16 @@ def _exchanged(forward: FunctionType) -> FunctionType:
 def convolve(
     seen: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
 ) -> Tensor:
-    """The windows of `update_conv_state` [S, A, C, W], weight [C, W], bias [C] -> [A, C, S]."""
+    """Replaces `causal_conv1d_fn`: the windows from `update_conv_state` [S, A, C, W], weight [C, W], bias [C] -> [A, C,
+    S]."""
     dtype = torch.promote_types(seen.dtype, torch.float32)
     inputs, factors = seen.to(dtype).unbind(3), weight.to(dtype).unbind(1)
     total = inputs[0] * factors[0] if bias is None else torch.addcmul(bias.to(dtype), inputs[0], factors[0])
     for each, factor in zip(inputs[1:], factors[1:], strict=True):
         total = total.addcmul(each, factor)
     total = total.to(seen.dtype)
-    # An activation may round the last elements of a tensor differently, so apply it to each token separately.
+    # Apply the activation to each token separately: the vectorised loop may round the last elements of a tensor
+    # differently, and a token's result would depend on the number of tokens.
     if activation is not None:
         total = torch.stack([ACT2FN[activation](token) for token in total.unbind()])
     return total.permute(1, 2, 0)
@@ -180,10 +188,11 @@ def convolve(
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, step: StepStates, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """query, key [A, S, G, X], value [A, S, H, Y], beta [A, S, H], g [A, S, H], or [A, S, H, X] if each channel decays
-    (Kimi) -> [A, S, H, Y], and a dummy for the state."""
+    """The gated delta rule: query, key [A, S, G, X], value [A, S, H, Y], beta [A, S, H], g [A, S, H], or [A, S, H, X]
+    if each channel has its decay (Kimi) -> output [A, S, H, Y], and a dummy that the module passes to
+    `update_recurrent_state`."""
     num_heads, dtype = value.shape[2], query.dtype
-    # [A, S, H, 2, X]
+    # Stack them as [A, S, H, 2, X], so that one product with the state serves both.
     key_query = torch.stack([key, query], 3).float()
     key_query = key_query * torch.rsqrt((key_query * key_query).sum(-1, keepdim=True) + 1e-6)
     key_query = key_query.repeat_interleave(num_heads // key.shape[2], 2)
@@ -195,7 +204,7 @@ def gated_delta_rule(
 def _delta_update(state: Tensor, new: Tensor, key_query: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     # [..., H, 1 or X]
     decay = g.exp()
-    # Key and query times the decayed state, [..., H, Y]
+    # The products of key and query with the decayed state, [..., H, Y]
     known, answer = _products(key_query * decay.unsqueeze(-2), state).unbind(-2)
     delta = (value - known) * beta
     key, query = key_query.unbind(-2)
@@ -216,9 +225,9 @@ def mamba2(
     dt_limit: tuple[float, float] = UNLIMITED,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] -> [A, S, H, X], and a dummy for
-    the state."""
-    # transformers limits time steps when it reads prompts, but not when it decodes.
+    """The recurrence of Mamba-2: hidden_states [A, S, H, X], dt [A, S, H], A, D, dt_bias [H], B, C [A, S, G, Y] ->
+    output [A, S, H, X], and a dummy that the module passes to `update_recurrent_state`."""
+    # Clamp `dt` only for prompt tokens: transformers clamps it in prefill, but not in decode steps.
     pairs = zip(dt_limit, UNLIMITED, strict=True) if dt_limit != UNLIMITED else ()
     limits = [step.limited_in_prompts(*pair)[..., None, None] for pair in pairs]
     groups = B.shape[2]
@@ -252,8 +261,9 @@ def mamba(
     delta_bias: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, Callable[[StepStates], Tensor]]:
-    """hidden_states, dt, z [A, H, S], A [H, Y], D, delta_bias [H], B, C [A, Y, S] -> [A, H, S], and a function that
-    fills it, because the module uses the cache only in `update_recurrent_state`."""
+    """The recurrence of Mamba: hidden_states, dt, z [A, H, S], A [H, Y], D, delta_bias [H], B, C [A, Y, S] -> output
+    [A, H, S], and a function that fills the output. The module passes the cache only to `update_recurrent_state`, which
+    calls that function."""
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     D, delta_bias = D.to(dtype), delta_bias.to(dt.dtype)
 
@@ -270,7 +280,8 @@ def mamba(
 
 
 def _products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """vectors [..., N, X] @ matrix [..., X, Y]. On CUDA matrix products may round to TF32, so this uses sums there."""
+    """vectors [..., N, X] @ matrix [..., X, Y]. On CUDA this multiplies and sums, because a matrix product may round to
+    TF32."""
     return vectors @ matrix if matrix.is_cpu else (vectors.unsqueeze(-1) * matrix.unsqueeze(-3)).sum(-2)
 
 

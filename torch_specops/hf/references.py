@@ -1,4 +1,4 @@
-"""What a value refers to, and the same value with other references."""
+"""The references that a Python value holds, and functions that rebuild the value with other references."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
-# Others may change them later.
+# Containers that other code may change between two looks.
 MUTABLE = (list, set, dict, OrderedDict)
 INERT = (complex, bytes, Enum, type, ModuleType, BuiltinFunctionType, PreTrainedConfig, GenerationConfig)
-# The packages whose classes and functions keep nothing of what a forward computes.
+# Packages whose classes and functions store no intermediate results of a forward.
 KNOWN = {"torch", "torchao", "torch_specops", "transformers", "peft"}
-# The parts of a value, the function that makes the same of other parts, and the rest of what determines the result.
+# The objects that a value refers to, a function that rebuilds the value from other such objects, and a key for
+# everything else that determines the rebuilt value.
 Parts = tuple[Sequence[Any], Callable[..., Any], tuple[Hashable, ...]]
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether a class or a function is of another package."""
+    """True if a class or a function is defined outside the packages in `KNOWN`."""
     return package(value) not in KNOWN
 
 
 def package(value: Any) -> str:
-    """Where a class, a function or another object was defined."""
+    """The top-level package that defines a class, a function or the class of another object."""
     return str(getattr(value, "__module__", None)).partition(".")[0]
 
 
 def calls_nothing(kind: type) -> bool:
-    """True = its objects call no module; neither do objects of torch, such as tensors and autocast."""
+    """True if objects of this class call no module. This includes all classes of torch, such as tensors and
+    autocast."""
     return kind in PLAIN or issubclass(kind, INERT) or package(kind) == "torch"
 
 
 def parts_of(value: Any) -> Parts | None:
-    """What a value refers to, and how to make the same of other parts. None = it cannot be taken apart."""
+    """The parts of a value and the function that rebuilds it. None = this kind of value cannot be rebuilt."""
     kind: Any = type(value)
     if kind is MethodType:
         return (value.__func__, value.__self__), MethodType, ()
@@ -73,7 +75,8 @@ def _make_partial(old: partial[Any], function: Any, args: tuple[Any, ...], *name
 
 def _make_function(old: FunctionType, *parts: Any) -> FunctionType:
     cells, names = old.__closure__ or (), old.__kwdefaults__ or {}
-    # Others may write to the cells that stay.
+    # If the content of a closure cell does not change, reuse the cell, because other functions may share it and write
+    # to it later.
     inside = tuple(cell if part is _content(cell) else CellType(part) for cell, part in zip(cells, parts, strict=False))
     defaults, *named = parts[len(cells) :]
     made = FunctionType(old.__code__, old.__globals__, old.__name__, defaults, inside)
@@ -91,13 +94,14 @@ def _make_wrapper(old: Any, names: Sequence[str], *parts: Any) -> Any:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    # Empty.
+    # The cell is empty.
     except ValueError:
         return None
 
 
 def globals_of(function: FunctionType) -> Iterator[Any]:
-    """The globals that a function names and that may call modules: of functions only from the same file."""
+    """The global variables that a function uses and that may call modules. Global functions count only if they are
+    defined in the same file."""
     codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
@@ -115,21 +119,21 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def reaches_module(value: Any) -> bool:
-    """Whether references lead from a value to a module."""
-    found: dict[int, Any] = {}
-    ahead = [value]
-    while ahead:
-        each = ahead.pop()
+    """True if a chain of references leads from a value to a module."""
+    visited: dict[int, Any] = {}
+    to_visit = [value]
+    while to_visit:
+        each = to_visit.pop()
         if isinstance(each, nn.Module):
             return True
-        if id(each) in found or calls_nothing(type(each)):
+        if id(each) in visited or calls_nothing(type(each)):
             continue
-        found[id(each)] = each
+        visited[id(each)] = each
         parts = parts_of(each)
-        ahead += gc.get_referents(each) if parts is None else parts[0]
+        to_visit += gc.get_referents(each) if parts is None else parts[0]
         if type(each) is FunctionType:
-            ahead += globals_of(each)
-        # `gc` does not see what is referred to weakly, such as the object of a `WeakMethod`.
+            to_visit += globals_of(each)
+        # `gc` does not list weak references, such as the object of a `WeakMethod`.
         if isinstance(each, ReferenceType):
-            ahead.append(each())
+            to_visit.append(each())
     return False

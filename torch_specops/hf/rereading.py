@@ -9,12 +9,49 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..models.base import RowState
 from ..models.reading import FORWARD_COST, groups_by_length
-from .cache import RaggedCache, RaggedLayer
+from .cache import RaggedCache
 from .models import TransformersModel
 from .rotary import rereads_at
 
 OTHER_ROTARY = "model: its rotary embedding has become another kind, which is read otherwise; make a new decoder"
+
+
+class Prefixes(RowState):
+    """The tokens of each row, the cache of short prefixes, and the numbers of tokens that each of the caches has read.
+
+    Args:
+        switch: the largest length of a short prefix.
+
+    Attributes:
+        tokens: [B, capacity] int64.
+        num_read: for the short and the long cache, the number of tokens read of each row.
+    """
+
+    def __init__(self, num_layers: int, switch: int) -> None:
+        self.short = RaggedCache(num_layers)
+        self._switch = switch
+
+    def start(self, batch: int, capacity: int, like: Tensor) -> None:
+        self.short.start(batch, min(capacity, self._switch), like)
+        self.tokens = like.new_zeros(batch, capacity, dtype=torch.int64)
+        self.num_read = [0] * batch, [0] * batch
+
+    def clear_rows(self, rows: Tensor) -> None:
+        self.short.clear_rows(rows)
+        for num_read in self.num_read:
+            for row in rows.tolist():
+                num_read[row] = 0
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        self.short.copy_rows(sources, width)
+        self.tokens[:, :width] = self.tokens[sources, :width]
+        for num_read in self.num_read:
+            num_read[:] = [num_read[source] for source in sources.tolist()]
+
+    def static_tensors(self) -> Sequence[Tensor]:
+        return self.short.static_tensors()
 
 
 class RereadingModel(TransformersModel):
@@ -30,8 +67,8 @@ class RereadingModel(TransformersModel):
     """
 
     packs_rows = False
-    _caches: tuple[RaggedCache, ...] = ()
-    _of_calls: ClassVar[Sequence[str]] = ("_caches", "_is_long", "_num_read", "_texts")
+    _long: RaggedCache | None = None
+    _of_calls: ClassVar[Sequence[str]] = ("_is_long", "_long", "_prefixes")
 
     def _take_over(self) -> None:
         switch = rereads_at(self.model)
@@ -42,31 +79,13 @@ class RereadingModel(TransformersModel):
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         # A fork during a forward may have left the cache of short prefixes here.
-        self._cache = self._caches[True] if self._caches else None
+        self._cache = self._long
+        self._prefixes = Prefixes(self.num_layers, self.switch)
         super().start(batch, capacity, inputs)
-        # A short prefix has at most `switch` tokens.
-        short = RaggedCache(batch, min(capacity, self.switch), self.num_layers)
-        self._caches = short, self._require_cache()
-        self._is_long = True
-        self._texts = torch.zeros(batch, capacity, dtype=torch.int64, device=self.device)
-        # For each cache, the number of tokens read of each row.
-        self._num_read = [0] * batch, [0] * batch
+        self._long, self._is_long = self._require_cache(), True
 
-    @property
-    def _cache_layers(self) -> list[RaggedLayer]:
-        return [layer for cache in self._caches for layer in cache.layers]
-
-    def clear_rows(self, rows: Tensor) -> None:
-        super().clear_rows(rows)
-        for num_read in self._num_read:
-            for row in rows.tolist():
-                num_read[row] = 0
-
-    def copy_rows(self, sources: Tensor, width: int) -> None:
-        super().copy_rows(sources, width)
-        self._texts[:, :width] = self._texts[sources, :width]
-        for num_read in self._num_read:
-            num_read[:] = [num_read[source] for source in sources.tolist()]
+    def _row_states(self) -> list[RowState]:
+        return [*super()._row_states(), self._prefixes]
 
     def read(
         self,
@@ -78,18 +97,19 @@ class RereadingModel(TransformersModel):
         width: int | None = None,
     ) -> Tensor:
         members = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
-        self._texts[members.unsqueeze(1), positions] = tokens
+        prefixes = self._prefixes
+        prefixes.tokens[members.unsqueeze(1), positions] = tokens
         for row, first in zip(members.tolist(), positions.amin(1).tolist(), strict=True):
-            for num_read in self._num_read:
+            for num_read in prefixes.num_read:
                 num_read[row] = min(num_read[row], first)
         wanted = positions[:, -(num_logits or positions.shape[1]) :]
         logits: Tensor | None = None
         for is_long in (False, True):
             here = (wanted >= self.switch) == is_long
             indices = here.any(1).nonzero().flatten()
-            firsts = wanted.masked_fill(~here, self._texts.shape[1])[indices].amin(1).tolist()
+            firsts = wanted.masked_fill(~here, prefixes.tokens.shape[1])[indices].amin(1).tolist()
             lasts = wanted.masked_fill(~here, -1)[indices].amax(1).tolist()
-            num_read, own_rows = self._num_read[is_long], members[indices].tolist()
+            num_read, own_rows = prefixes.num_read[is_long], members[indices].tolist()
             begins = [min(num_read[row], first) for row, first in zip(own_rows, firsts, strict=True)]
             counts = [last + 1 - begin for begin, last in zip(begins, lasts, strict=True)]
             for group in groups_by_length(counts, FORWARD_COST):
@@ -100,7 +120,7 @@ class RereadingModel(TransformersModel):
                 num_wanted = longest - min(firsts[each] - int(at[i, 0]) for i, each in enumerate(group))
                 index = indices[group]
                 chosen = None if rows is None and len(group) == len(tokens) else members[index]
-                texts = self._texts[members[index].unsqueeze(1), at]
+                texts = prefixes.tokens[members[index].unsqueeze(1), at]
                 with self._reading(is_long) as capacity:
                     whole = None if width is None else min(width, capacity)
                     part = super().read(texts, at, use_spans, num_wanted, chosen, whole)
@@ -116,13 +136,13 @@ class RereadingModel(TransformersModel):
     @contextmanager
     def _reading(self, is_long: bool) -> Iterator[int]:
         """Inside the block, the cache for long or short prefixes is in use. Yields its capacity."""
-        self._cache, self._is_long = self._caches[is_long], is_long
+        self._cache, self._is_long = self._long if is_long else self._prefixes.short, is_long
         if self._features is not None:
             self._features.cache = self._cache
         try:
-            yield self._cache.capacity
+            yield self._require_cache().capacity
         finally:
-            self._cache, self._is_long = self._caches[True], True
+            self._cache, self._is_long = self._long, True
 
     def _lengths_at(self, positions: Tensor) -> Tensor:
         return torch.full_like(positions, self.switch + self._is_long)

@@ -1,7 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the sequence length ("longrope", "dynamic"), applied token by token.
+"""Rotary embeddings whose frequencies depend on the sequence length ("longrope", "dynamic").
 
-transformers rotates all tokens of a forward with the frequencies of the longest sequence. In the loop, each token is
-rotated with the frequencies for the length of its row when it is read.
+transformers rotates all tokens of a forward with the frequencies for the longest sequence. The loop rotates each token
+with the frequencies for the length that its sequence has when the token is read, so that batching and drafts do not
+change the output.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from transformers import PreTrainedModel
 
 @dataclass
 class ReadLengths:
-    """`lengths` [A, n] int64, the sequence length at which each token of a forward is read; None = the frequencies of
-    the longest sequence for all, as in transformers."""
+    """`lengths` [A, n] int64: for each token of a forward, the sequence length that selects its frequencies; None = all
+    tokens use the frequencies for the longest sequence, as in transformers."""
 
     lengths: Tensor | None = None
 
     @contextmanager
     def at(self, lengths: Tensor) -> Iterator[None]:
-        """Inside the block, tokens are read at these lengths."""
+        """Set `lengths` inside the `with` block."""
         self.lengths = lengths
         try:
             yield
@@ -37,8 +38,8 @@ class ReadLengths:
 
 
 def rereads_at(model: PreTrainedModel) -> int | None:
-    """The longest sequence that `generate` reads with its first cache: at the next token it drops that cache and reads
-    the whole sequence again. None = it keeps its cache."""
+    """The sequence length beyond which `generate` of transformers drops its KV cache and reads the whole sequence
+    again. None = it never drops its cache."""
     if not any("longrope" in kinds for _, kinds in growing_rotaries(model)):
         return None
     name = "original_max_position_embeddings"
@@ -47,13 +48,15 @@ def rereads_at(model: PreTrainedModel) -> int | None:
 
 
 def follow_lengths(rotaries: Iterable[nn.Module], read: ReadLengths) -> None:
-    """Let rotary embeddings of a copied model use the lengths in `read`."""
+    """Make rotary embeddings use the lengths in `read`. Sets `forward` on the modules, so they must belong to a
+    copy."""
     for rotary in rotaries:
         vars(rotary)["forward"] = partial(_rotate, rotary, vars(rotary).get("forward"), read)
 
 
 def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """The rotary embeddings that depend on the sequence length, with the kinds that do. Layers may differ in kind."""
+    """The rotary embeddings that depend on the sequence length, each with its kinds that do. One embedding may have a
+    different kind for each type of layer."""
     for module in model.modules():
         kinds = vars(module).get("rope_type")
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
@@ -63,11 +66,12 @@ def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def _rotate(
-    rotary: Any, own: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    rotary: Any, original: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """The forward of a rotary embedding, for tokens that are read at different lengths. Calls the embedding's forward
-    (`own`, or else its class's) once for each length that has different frequencies."""
-    forward = partial(type(rotary).forward, rotary) if own is None else own
+    """The forward of a rotary embedding for tokens that are read at different lengths. It calls the original forward
+    (`original` if the module had an instance attribute `forward`, else the method of its class) once for each set of
+    frequencies."""
+    forward = partial(type(rotary).forward, rotary) if original is None else original
     if layer_type is not None:
         forward = partial(forward, layer_type=layer_type)
     kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
@@ -79,23 +83,24 @@ def _rotate(
     else:
         parameters = rotary.config.rope_parameters
         switch = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-    # Longrope has two sets of frequencies, and dynamic scaling a set for each length beyond the switch.
+    # Clamp lengths that use the same frequencies to one value. Longrope has two sets of frequencies, one up to `switch`
+    # and one beyond. Dynamic scaling has another set for each length beyond `switch`.
     lengths = read.lengths.clamp(switch, None if is_dynamic else switch + 1)
-    values: tuple[Tensor, ...] | None = None
+    merged: tuple[Tensor, ...] | None = None
     is_single = True
     for length in lengths.unique().tolist():
         here = lengths == length
         positions = torch.where(here, position_ids, 0)
-        # The forward derives the length from the largest position.
+        # Append a dummy position, because the forward computes the length from the largest position.
         positions = pad(positions, (0, 1), value=length - 1 if length > switch else 0)
-        found = forward(x, positions)
-        is_single = isinstance(found, Tensor)
-        parts = tuple(part[..., :-1, :] for part in ((found,) if is_single else found))
-        if values is not None:
-            parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, values, strict=True))
-        values = parts
+        rotated = forward(x, positions)
+        is_single = isinstance(rotated, Tensor)
+        parts = tuple(part[..., :-1, :] for part in ((rotated,) if is_single else rotated))
+        if merged is not None:
+            parts = tuple(torch.where(here.unsqueeze(-1), *pair) for pair in zip(parts, merged, strict=True))
+        merged = parts
     if is_dynamic:
-        # Reset the frequencies with a short input, because the next forward would keep them.
+        # Read a short input to reset the frequencies, because the module keeps those of its last forward.
         forward(x, torch.zeros_like(position_ids[..., :1]))
-    assert values is not None
-    return values[0] if is_single else values
+    assert merged is not None
+    return merged[0] if is_single else merged

@@ -1,4 +1,5 @@
-"""A second set of modules over a model's weights, so that the loop can prepare a model without changing it."""
+"""A copy of a model's modules that shares its weights, so that the loop can change modules without changing the
+model."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ from .looks import Look
 
 
 class ShadowModel:
-    """Modules in evaluation mode over the parameters and the hooks of a model.
+    """A copy of a model's modules in evaluation mode. It shares the parameters and hooks of the model.
 
-    Each look makes all of the copy anew from what the model is then: the classes of its modules, their attributes and
-    configs; or none of it, if the look is interrupted. What a module refers to, its copy refers to as well, but for
-    modules, which are copies too: child modules, and those in methods, `functools.partial`, closures, default
-    arguments, objects made with `functools.wraps`, weak references and containers, one inside another. Nothing is
-    written to the model. A different attention function or fewer layers can be set in the copy, and everybody else who
-    uses the model, in another thread too, sees nothing of that.
+    Each call of `of` updates the whole copy from the current model: the classes, attributes and configs of its modules.
+    If the call is interrupted, the copy does not change.
+
+    A copied module refers to the same objects as its original, except that every module is replaced by its copy. This
+    holds for child modules and for modules inside methods, `functools.partial`, closures, default arguments, objects
+    made with `functools.wraps`, weak references and containers, at any depth.
+
+    Nothing is written to the model. The loop can set another attention function or fewer layers in the copy, and other
+    users of the model, in any thread, are not affected.
 
     Attributes:
-        newest: the newest look.
-        version: another number after each look that found a change.
+        newest: the most recent completed look.
+        version: a number that increases with each look that finds a change.
     """
 
     def __init__(self) -> None:
@@ -31,13 +35,14 @@ class ShadowModel:
         self.version = 0
 
     def of(self, model: PreTrainedModel, own_layers: bool = False) -> PreTrainedModel:
-        """Look at `model`; returns its copy, the same object in every call.
+        """Update the copy from `model` and return it. Every call returns the same object.
 
         Args:
-            own_layers: True = an attribute that may run the model's layers and not the copy's is an error.
+            own_layers: True = raise if an attribute may run layers of the model instead of layers of the copy.
 
         Raises:
-            ValueError: there is such an attribute, and `own_layers` is set or the model is in training.
+            ValueError: an attribute may run layers of the model, and `own_layers` is True or the model is in training
+                mode.
         """
         look = Look(self._copies, self.newest)
         copied = look.copy_of(model)
@@ -51,7 +56,7 @@ class ShadowModel:
             clone = self._copies[module]
             object.__setattr__(clone, "__class__", type(module))
             object.__setattr__(clone, "__dict__", attributes)
-        # Last: after an interrupted look, the next is compared with the look before it.
+        # Set `newest` last, so that after an interrupted call the next look is compared with the last completed look.
         look.attributes = {}
         self.newest = look
         return copied

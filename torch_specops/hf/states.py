@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..ops.tracing import normal_tensors
-from .cache import RaggedCache, RaggedLayer, cache_argument
+from .cache import RaggedCache, RaggedLayer, cache_argument, placed
 from .recurrences import StepStates, slots_before, step_forward
 from .references import is_foreign
 
@@ -145,27 +146,59 @@ class StateCache(RaggedCache):
     """Keys, values and states of every layer.
 
     Args:
-        batch, capacity, num_layers: as in `RaggedCache`.
+        num_layers: as in `RaggedCache`.
         num_slots: R, the slots of a ring: one more than the tokens of a step.
         num_states: how many states of each kind a layer has.
 
     Attributes:
         begins_texts: True = the forward begins the sequences of its rows.
-        others_run: True = sequences of other rows have been read since `begin`.
-        prompt_lengths: [B] int64.
+        others_run: True = sequences of other rows have been read since `start`.
+        prompt_lengths: [B] int64, at one address for all batches of the same size.
     """
 
-    def __init__(self, batch: int, capacity: int, num_layers: int, num_slots: int, num_states: int) -> None:
-        super().__init__(batch, capacity, 0)
-        self.layers = [StateLayer(self, num_states) for _ in range(num_layers)]
-        self.num_slots = num_slots
+    def __init__(self, num_layers: int, num_slots: int, num_states: int) -> None:
+        self.num_slots, self.num_states = num_slots, num_states
+        super().__init__(num_layers)
         self.begins_texts = self.others_run = False
-        self.prompt_lengths = torch.zeros(batch, dtype=torch.int64)
+        self.prompt_lengths = torch.zeros(0, dtype=torch.int64)
+        # The rows whose next read begins a sequence.
+        self._unread: set[int] = set()
 
-    def begin(self) -> None:
-        super().begin()
+    def _new_layer(self) -> StateLayer:
+        return StateLayer(self, self.num_states)
+
+    def start(self, batch: int, capacity: int, like: Tensor) -> None:
+        super().start(batch, capacity, like)
         for layer in self.layers:
             layer.clear_rings()
+        self.prompt_lengths = placed(self.prompt_lengths, like.new_zeros(batch, dtype=torch.int64))
+        self._unread = set(range(batch))
+
+    def begin_texts(self, lengths: Tensor, rows: Tensor | None) -> None:
+        """Begin the sequences of rows [A] (None = all) with the next reads, whose prompts have lengths [A]."""
+        self.prompt_lengths[slice(None) if rows is None else rows] = lengths
+        self._unread.update(range(self.batch) if rows is None else rows.tolist())
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        super().copy_rows(sources, width)
+        self._unread = {row for row, source in enumerate(sources.tolist()) if source in self._unread}
+
+    def static_tensors(self) -> list[Tensor]:
+        return [*super().static_tensors(), self.prompt_lengths]
+
+    @contextmanager
+    def beginning(self, rows: Tensor | None) -> Iterator[None]:
+        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of them."""
+        # Decode steps have no unread rows, so they do not wait for the device.
+        if self._unread:
+            members = set(range(self.batch) if rows is None else rows.tolist())
+            self.begins_texts = members <= self._unread
+            self.others_run = len(self._unread | members) < self.batch
+            self._unread -= members
+        try:
+            yield
+        finally:
+            self.begins_texts = False
 
     @property
     def rings(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The interface of models: `LanguageModel`, and subclasses for hidden states and for trees."""
+"""The interface of models: `LanguageModel`, its subclasses for hidden states and for trees, and what rows keep."""
 
 from __future__ import annotations
 
@@ -49,6 +49,28 @@ class Part:
         again.
         """
         return None
+
+
+class RowState:
+    """Tensors that a model keeps for each row of a batch: keys and values, recurrent states, features, an encoder's
+    output. A model may compose several; the defaults do nothing."""
+
+    def start(self, batch: int, capacity: int, like: Tensor) -> None:
+        """Make room for `batch` sequences of `capacity` tokens and forget earlier sequences.
+
+        Args:
+            like: an empty tensor of the model's dtype and device.
+        """
+
+    def clear_rows(self, rows: Tensor) -> None:
+        """As `LanguageModel.clear_rows`."""
+
+    def copy_rows(self, sources: Tensor, width: int) -> None:
+        """As `LanguageModel.copy_rows`."""
+
+    def static_tensors(self) -> Sequence[Tensor]:
+        """The tensors that a step reads or writes at the same addresses every time."""
+        return ()
 
 
 class LanguageModel(Part, ABC):

@@ -1,5 +1,5 @@
-"""`torch.ops.specops`: the ops are defined in `api.py` and `gumbel.py`, with CPU code in `cpu/` and kernels in
-`cuda/`."""
+"""The ops of `torch.ops.specops`. They are defined in `api.py` and `gumbel.py`; their CPU code is in `cpu/` and their
+CUDA kernels are in `cuda/`."""
 
 from .api import filter_logits, sample, verify_block, verify_exact, verify_sigmoid
 from .gumbel import sample_gumbel, verify_gumbel

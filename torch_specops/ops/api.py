@@ -1,12 +1,13 @@
 """The public functions of the ops, and their registration as `torch.ops.specops.*`.
 
 A public function packs its arguments into one object (`arguments.py`), checks that each is a plain tensor or a number,
-and calls the op. The op checks shapes, dtypes and ranges. CPU tensors then go to `cpu/`, whose dense form Inductor
-inlines and fuses, and CUDA tensors to the Triton launchers in `cuda/`, which `torch.compile` and AOTInductor inline as
-kernels.
+and calls the op. The op checks shapes, dtypes and ranges, and then calls the code for its device. For CPU tensors this
+is `cpu/`, whose dense form Inductor inlines and fuses. For CUDA tensors it is the Triton launchers in `cuda/`, which
+`torch.compile` and AOTInductor inline as kernels.
 
-Under Dynamo the functions make all checks themselves: Dynamo buries an op's exception in pages of its own output, but
-if a function raises, it breaks the graph, and the eager call raises the error.
+Under Dynamo the public functions make all checks themselves. If an op raised while it is traced, Dynamo would wrap the
+error in pages of other output. If a public function raises, Dynamo breaks the graph instead, and the eager call raises
+the error itself.
 """
 
 from __future__ import annotations
@@ -40,51 +41,51 @@ def verify_exact(
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Verify K draft tokens per sequence and draw the next token: lossless speculative sampling.
+    """Verify K draft tokens per sequence and draw the next token. This is lossless speculative sampling.
 
-    Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`; the first failure ends the walk, and the next
-    token is drawn from the residual max(p - q, 0) of that position, or from p after K acceptances (Leviathan et al.
-    2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn from q_i, the emitted tokens
-    have exactly the target's distribution. Arithmetic is float32 or better. docs/math.md states the law in full, also
-    for NaN, masked and padded input.
+    Draft i is accepted iff `u_i * lenience * q_i(x_i) < p_i(x_i)`. Drafts are tested in order up to the first
+    rejection. The next token is then drawn from the residual max(p - q, 0) of that position, or from p if all K drafts
+    were accepted (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2). With lenience 1 and draft i drawn
+    from q_i, the emitted tokens have exactly the target's distribution. Arithmetic is float32 or better. docs/math.md
+    defines the results completely, including NaN, masked and padded input.
 
     With filters, p and q are the softmax over the logits that `filter_logits` keeps, so p is the distribution that
     sampling with the same filters draws from. If the drafts were sampled without filters, pass `filter_draft=False`: q
-    is then the softmax of all draft logits, as it was when they were drawn. Otherwise the emitted tokens silently have
-    another law. No filtered copy is written either way.
+    is then the softmax of all draft logits, as it was when they were drawn. With the wrong setting, the emitted tokens
+    have another distribution, and no error is raised. In both cases, no filtered copy of the logits is written.
 
     Args:
         target_logits: [B, K+1, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf,
             +inf as the largest float32. A row with no finite entry yields the token -1.
-        draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next
-            token is drawn from p there. So rows with different numbers of drafts can share a batch.
+        draft_tokens: [B, K] int64 or int32. A value outside [0, V) is padding: it is never accepted, and the next token
+            is drawn from p at its position. Rows with different numbers of drafts can therefore share a batch.
         draft_logits: [B, K, V] float32, bfloat16 or float16 (the dtype may differ from the target's): exactly the
             logits that the drafts were sampled from. None = deterministic drafts (q is one-hot).
         accept_uniforms: [B, K] float32 or float64 in [0, 1).
         sample_uniforms: [B] float32 or float64 in [0, 1); independent of the other uniforms and of the draft's.
         temperature: [B] float32 >= 0, or a number for all rows; applied to both sides. None = 1, 0 = greedy row. Where
             it is negative or NaN, nothing is accepted and the next token is -1.
-        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: of the tokens that the
-            filters keep, or of all with `filter_draft=False`. With it only one draft row is read, unless the draft is
-            filtered. A value that is not finite makes q zero.
-        lenience: l in (0, 1]. 1 is lossless; below, no token is emitted with probability above p / l (Leviathan et
+        draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: over the tokens that
+            the filters keep, or over all tokens with `filter_draft=False`. If it is given and the draft is not
+            filtered, only one draft row per sequence is read. Where it is not finite, q is zero.
+        lenience: l in (0, 1]. 1 is lossless; with l < 1, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
-        top_k: [B] int64 or int32, or an int, as in `filter_logits`; applied to both sides, as the other filters and the
-            temperature are, unless `filter_draft` is False.
-        top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the effect of a NaN temperature.
-        argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. Below 1, a draft x is
-            accepted if p(x) >= l max p, p the softmax at temperature 1 (Leviathan et al. appendix A.5); the output may
-            then differ from the target's greedy tokens. Sampled rows ignore it.
-        filter_draft: True if the drafts were sampled with top_k, top_p and min_p too. False filters the target alone:
-            q = softmax(draft_logits / temperature), for drafts that were sampled without filters.
+        top_k: [B] int64 or int32, or an int, as in `filter_logits`. Like the other filters, it applies to target and
+            draft, unless `filter_draft` is False.
+        top_p, min_p: [B] float32, or a number, as in `filter_logits`. NaN has the same effect as a NaN temperature.
+        argmax_lenience: l in (0, 1], for greedy rows. 1 accepts only the argmax and is lossless. With l < 1, a draft x
+            is accepted if p(x) >= l max p, where p is the softmax at temperature 1 (Leviathan et al. appendix A.5). The
+            output may then differ from the target's greedy tokens. Sampled rows ignore it.
+        filter_draft: True if the drafts were sampled with the same top_k, top_p and min_p. False if they were sampled
+            without filters: the filters then apply to the target only, and q = softmax(draft_logits / temperature).
 
     Returns:
         output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
         num_accepted [B] int64 in 0..K: accepted drafts only.
 
     Raises:
-        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -117,26 +118,28 @@ def verify_block(
     min_p: PerRow = None,
     filter_draft: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Verify K draft tokens per sequence as one block: lossless, and never shorter on average than `verify_exact`.
+    """Verify K draft tokens per sequence as one block. This is lossless, and on average accepts at least as many drafts
+    as `verify_exact`.
 
-    With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), the number accepted is the largest i with u_i < h_i, where
-    h_K = P_K and for i < K h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p - q, 0) over the row after x_1 .. x_i.
-    A failure does not end the walk: a likely token makes up for an unlikely token before it. The next token is drawn
-    from max(P_n p - q, 0), or from p after K acceptances (Sun et al. 2024, Algorithm 2). If draft i was drawn from q_i,
-    the emitted tokens have exactly the target's distribution, and for every k the probability that k or more drafts are
-    accepted is at least that of `verify_exact`; for K = 1 the two are the same. The law and its proof are in
-    docs/math.md.
+    Let P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1). The number of accepted drafts is the largest i with u_i <
+    h_i. Here h_K = P_K, and for i < K h_i = S_i / (S_i + 1 - P_i), where S_i = sum max(P_i p - q, 0) over the row after
+    x_1 .. x_i. A rejected position does not end the block: a later token that is more likely under p than under q can
+    compensate for it. With n accepted drafts, the next token is drawn from max(P_n p - q, 0), or from p if n = K (Sun
+    et al. 2024, Algorithm 2). If draft i was drawn from q_i, the emitted tokens have exactly the target's distribution.
+    For every k, the probability that k or more drafts are accepted is at least as large as in `verify_exact`. For K = 1
+    both functions are the same. docs/math.md has the proofs.
 
-    It reads more than `verify_exact`: every row once, then the row pairs of the positions where the block may still
-    end.
+    It reads more memory than `verify_exact`: every row once, and then again the target and draft rows of each position
+    at which the block may still end.
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
         draft_tokens: [B, K], as in `verify_exact`; padding ends the block, and tokens after it are ignored.
         draft_logits, accept_uniforms, sample_uniforms: [B, K, V] or None, [B, K] and [B], as in `verify_exact`.
-        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as there.
-        draft_lse: [B, K], as in `verify_exact`. With it the draft rows are read once, otherwise twice.
-        lenience: 1.0. There is no lenient block verification; the argument exists so that `verify_block` can replace
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified token by token, as in
+            `verify_exact`. draft_lse: [B, K], as in `verify_exact`. If it is given, draft rows are read once, otherwise
+            twice.
+        lenience: 1.0. No other value is supported; the argument exists so that `verify_block` has the signature of
             `verify_exact`.
         top_k, top_p, min_p, filter_draft: as in `verify_exact`.
 
@@ -144,9 +147,9 @@ def verify_block(
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is not a tensor, number or bool, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range, a lenience other
-            than 1.
+        TypeError: an argument is not a tensor, number or bool, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, a number is out of range, or lenience is not
+            1.
 
     Examples:
         >>> import torch, torch_specops
@@ -178,27 +181,27 @@ def verify_sigmoid(
     beta: float = 1e3,
     temperature: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
-    """Verify with sigmoid scores instead of probabilities: LOSSY, but it reads two logits per draft instead of two
-    rows.
+    """Verify with sigmoid scores instead of probabilities. This is LOSSY, but it reads two logits per draft instead of
+    two rows.
 
-    The scores p^ = sigmoid((z_p / T - alpha) / (beta - alpha)), and q^ likewise, replace p and q in `verify_exact`
-    (Wagner et al. 2024, section 3.2.2, equation 5). They do not sum to 1, so the emitted tokens do not have the
-    target's law. With a large beta - alpha the scores are nearly constant, and nearly every draft is accepted. The
-    bonus token (all K accepted) is drawn from softmax(target_logits[:, K] / T).
+    The score p^ = sigmoid((z_p / T - alpha) / (beta - alpha)) replaces p in `verify_exact`, and q^, computed in the
+    same way, replaces q (Wagner et al. 2024, section 3.2.2, equation 5). Scores do not sum to 1, so the emitted tokens
+    do not have the target's distribution. With a large beta - alpha the scores are nearly constant, and nearly every
+    draft is accepted. The bonus token (all K accepted) is drawn from softmax(target_logits[:, K] / T).
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a masked or NaN logit has score 0.
         draft_tokens, accept_uniforms, sample_uniforms: [B, K], [B, K] and [B], as in `verify_exact`.
         draft_logits: [B, K, V], as in `verify_exact` but required.
         alpha, beta: in (-1e36, -1e-36) and (1e-36, 1e36), in units of a scaled logit.
-        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are exact.
+        temperature: [B] or a number, as in `verify_exact`; greedy rows (0) are verified exactly.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -227,9 +230,9 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
-    Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`:
-    then its q is the distribution that was sampled from (M_q in Leviathan et al. 2023, Algorithm 1). With filters,
-    softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy is written.
+    Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`.
+    Its q is then the distribution that the drafts were sampled from (M_q in Leviathan et al. 2023, Algorithm 1). With
+    filters, softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy is written.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
@@ -239,13 +242,13 @@ def sample(
         top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
 
     Returns:
-        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never a token of weight zero; -1 for
-        a row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
-        lse [N] float32: logsumexp(logits / T) over the kept tokens; 0 for a greedy row, -inf where the token is -1.
+        tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never a token of weight zero. It is
+        -1 for a row without a finite entry, with a negative or NaN temperature, or with a NaN top_p or min_p. lse [N]
+        float32: logsumexp(logits / T) over the kept tokens; 0 for a greedy row, -inf where the token is -1.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -270,31 +273,32 @@ def filter_logits(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> Tensor:
-    """Mask the tokens that top-k, top-p and min-p remove, applied in this order, with one value of each per row.
+    """Mask the tokens that top-k, top-p and min-p remove. They are applied in this order, with one value of each per
+    row.
 
-    The filters equal those of transformers' `generate`, including ties. `sample` and `verify_exact` take them as
-    arguments and write no filtered copy; this op is for other samplers, and for drafts with different filters. The law
-    is in docs/math.md, section 15.
+    The filters equal those of transformers' `generate`, including ties. `sample` and `verify_exact` take the filters as
+    arguments and write no filtered copy. Use this op with other samplers, or if the drafts have different filters. The
+    definition is in docs/math.md, section 15.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides.
-        temperature: [N] float32 >= 0, or a number for all rows; None = 1. It changes what top_p and min_p keep; the
-            returned logits are not divided by it. Greedy rows (0) keep every token.
+        temperature: [N] float32 >= 0, or a number for all rows; None = 1. It changes which tokens top_p and min_p keep;
+            the returned logits are not divided by it. Greedy rows (0) keep every token.
         top_k: [N] int64 or int32, or an int: keep the k largest logits and all ties with the k-th; <= 0 or >= V keeps
             all.
-        top_p: [N] float32, or a number: of the tokens that top_k kept, in descending order (ties: higher index first),
-            keep each token if the probabilities before it sum to less than top_p (by more than its rounding to
-            float32); >= 1 keeps all, <= 0 only the first.
-        min_p: [N] float32, or a number: keep tokens of at least min_p times the largest probability; <= 0 keeps all,
-            >= 1 the maxima.
+        top_p: [N] float32, or a number. Sort the tokens that top_k kept in descending order (ties: higher index first),
+            and keep each token if the probabilities before it sum to less than top_p, by more than the rounding of
+            top_p to float32. >= 1 keeps all, <= 0 only the first.
+        min_p: [N] float32, or a number: keep tokens with at least min_p times the largest probability; <= 0 keeps all,
+            >= 1 only the tokens with the largest.
 
     Returns:
         [N, V] in the dtype of the logits: -inf where a token was removed or was NaN, else the logit unchanged. A
         negative or NaN temperature, or a NaN top_p or min_p, removes the whole row.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -311,8 +315,9 @@ def filter_logits(
 
 
 def _skips_rows(logits: Tensor, least: int, top_k: Any = None, top_p: Any = None, min_p: Any = None, **_: Any) -> bool:
-    """True if skipping rows saves more than fusing the op with its neighbours, which is so for rows of at least this
-    length. With filters both forms cost the same, so the op is fused."""
+    """True if compiled code on a CPU should call the op. The called op skips rows after a rejection, and an inlined op
+    is fused with its neighbours. Skipping saves more for rows of at least `least` logits. With filters both cost the
+    same, so the op is inlined."""
     is_long = isinstance(logits.shape[-1], int) and logits.shape[-1] >= least
     return is_long and top_k is None and top_p is None and min_p is None
 
@@ -330,7 +335,7 @@ def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
 
 @register_op(verify_block, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))
 def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
-    # All but `argmax_lenience`. The dispatcher omits the last argument if it equals the default.
+    # `values` has no `argmax_lenience`, and the dispatcher leaves out `filter_draft` if it equals the default.
     args = VerifyArguments(*values[:11])._replace(filter_draft=all(values[11:]))
     arguments.check_verify_block(args)
     if args.target_logits.device.type != "cuda":

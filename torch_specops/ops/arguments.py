@@ -1,7 +1,8 @@
-"""The arguments of each op as one object, which `cpu/` and `cuda/` take, and their checks.
+"""Named tuples with the arguments of each op, which the code in `cpu/` and `cuda/` takes, and the checks of the
+arguments.
 
-Names, order, defaults and meaning are as in the public functions of `api.py`. The checks read metadata only, so they
-need no synchronisation and work on fake tensors too.
+Names, order, defaults and meaning are the same as in the public functions of `api.py`. The checks read only metadata,
+so they do not synchronise with the device, and they work on fake tensors too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..checks import check_bounds, check_fraction, check_number, check_tensor, i
 if TYPE_CHECKING:
     PerRow = Tensor | float | None
 else:
-    # The ops take tensors, and their schemas come from the functions' signatures.
+    # At run time the signatures must say `Tensor`, because the schemas of the ops are inferred from them.
     PerRow = Tensor | None
 
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +27,7 @@ FLOAT32 = (torch.float32,)
 
 
 class Filters(NamedTuple):
-    """Parameters that turn a row of logits into a distribution, with one entry per row, [N] or [B]; None = not used."""
+    """The temperature and the filters, with one entry per row, [N] or [B]; None = not used."""
 
     temperature: Tensor | None = None  # [N] float32
     top_k: Tensor | None = None  # [N] int64 or int32
@@ -43,7 +44,7 @@ class Filters(NamedTuple):
 
 
 class VerifyArguments(NamedTuple):
-    """The arguments of `verify_exact`; `verify_block` has all but `argmax_lenience`."""
+    """The arguments of `verify_exact`. `verify_block` takes all of them except `argmax_lenience`."""
 
     target_logits: Tensor  # [B, K+1, V]
     draft_tokens: Tensor  # [B, K]
@@ -61,7 +62,7 @@ class VerifyArguments(NamedTuple):
 
     @property
     def filters(self) -> Filters:
-        """The filters of the target's rows."""
+        """The filters for the target's rows."""
         return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
@@ -83,7 +84,7 @@ class SigmoidArguments(NamedTuple):
 
 
 class GumbelArguments(NamedTuple):
-    """The arguments of `verify_gumbel`, and with K = 0 of `sample_gumbel`."""
+    """The arguments of `verify_gumbel`. `sample_gumbel` uses them with K = 0."""
 
     target_logits: Tensor  # [B, K+1, V]
     draft_tokens: Tensor  # [B, K]
@@ -100,7 +101,7 @@ class GumbelArguments(NamedTuple):
 
 
 def check_verify_exact(args: VerifyArguments) -> None:
-    """Shapes, dtypes, devices and ranges, as the docstring of `torch_specops.verify_exact` states them."""
+    """Check shapes, dtypes, devices and ranges, as documented in `torch_specops.verify_exact`."""
     _check_verify(args)
     if args.draft_lse is not None:
         if args.draft_logits is None:
@@ -157,7 +158,7 @@ def _check_noise(seeds: Tensor, positions: Tensor, logits: Tensor, axes: str) ->
 
 
 def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
-    """B, K and V."""
+    """Check the target logits, and return B, K and V."""
     _check_logits("target_logits", logits, "[B, K+1, V]")
     batch, num_rows, vocab_size = logits.shape
     if num_rows < 1:
@@ -166,14 +167,14 @@ def _check_target_logits(logits: Tensor) -> tuple[int, int, int]:
 
 
 def _check_verify(args: VerifyArguments | SigmoidArguments) -> None:
-    """The checks that all verify ops share, except the temperature's."""
+    """The checks that all verify ops share. The temperature is checked by `_check_filters`."""
     logits = args.target_logits
     batch, num_drafts, vocab_size = _check_target_logits(logits)
     drafts, device = (batch, num_drafts), logits.device
     tokens, uniforms = args.draft_tokens, args.accept_uniforms
     are_tensors = isinstance(tokens, Tensor) and isinstance(uniforms, Tensor)
     if are_tensors and tokens.shape == uniforms.shape != drafts and tokens.dim() == 2 and tokens.shape[0] == batch:
-        # The other tensors agree on K, so the logits have a wrong number of rows.
+        # `draft_tokens` and `accept_uniforms` agree on K, so report the logits as wrong.
         expected = f"[B, K+1, V] with K = {tokens.shape[1]}, as draft_tokens and accept_uniforms have"
         raise ValueError(f"target_logits: expected {expected}, got shape {list(logits.shape)}")
     _check("draft_tokens", args.draft_tokens, drafts, "[B, K]", TOKENS, device)
@@ -184,7 +185,7 @@ def _check_verify(args: VerifyArguments | SigmoidArguments) -> None:
 
 
 def _check_filters(filters: Filters, logits: Tensor, axes: str) -> None:
-    """Each filter has one entry per index of the logits' first dimension."""
+    """Check that each filter has one entry for each index of the first dimension of the logits."""
     for name, value in zip(filters._fields, filters, strict=True):
         if value is not None:
             dtypes = TOKENS if name == "top_k" else FLOAT32
@@ -199,7 +200,7 @@ def _check_logits(name: str, logits: Tensor, axes: str) -> None:
     _check_dtype(name, logits, LOGITS)
     if logits.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: expected a CPU or CUDA tensor, got a tensor on {logits.device}")
-    # Token indices are 32-bit inside the kernels.
+    # Limit the vocabulary, because token ids are 32-bit numbers inside the kernels.
     if not 1 <= logits.shape[-1] < 2**31 - 2**16:
         raise ValueError(f"{name}: expected a vocabulary of 1 to 2**31 - 2**16 entries, got shape {list(logits.shape)}")
 
@@ -212,7 +213,7 @@ def _check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    # The fast path calls no functions, because calls take longer than the comparisons.
+    # The fast path calls no functions, because in an eager step the calls would take longer than the comparisons.
     is_strided = isinstance(tensor, Tensor) and tensor.layout == torch.strided
     if is_strided and tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
         return
@@ -225,7 +226,7 @@ def _check(
 
 
 def _check_strided(name: str, tensor: Tensor) -> None:
-    # The dispatcher passes None for a required tensor as an undefined tensor.
+    # Check for None too, because the dispatcher accepts None for a required tensor.
     check_tensor(name, tensor, plain=False)
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: expected a strided tensor, got layout {tensor.layout}")
@@ -247,8 +248,8 @@ def filters_of(
     *,
     plain: bool = True,
 ) -> Filters:
-    """The filters of rows of logits, as tensors. A number is checked and applies to all rows; `check_kinds` refuses
-    anything else that is not a tensor."""
+    """The temperature and the filters as tensors with one entry per row. A number is checked and repeated for all rows.
+    Other values are returned unchanged, and `check_kinds` raises for them."""
     check_tensor(name, logits, plain)
     return Filters(
         _per_row("temperature", temperature, logits),
@@ -258,7 +259,7 @@ def filters_of(
     )
 
 
-# The largest number of each filter, and how to say so.
+# The largest number allowed for each filter, and the words for the error message.
 LARGEST = {
     "temperature": (torch.finfo(torch.float32).max, "a number >= 0 that is finite in float32"),
     "top_k": (2**63 - 1, "a number >= 0 that int64 has"),
@@ -275,19 +276,19 @@ def _per_row(name: str, value: Any, logits: Tensor) -> Any:
     if not 0 <= value <= largest:
         raise ValueError(f"{name}: expected {expected}, got {value}")
     dtype = torch.int64 if name == "top_k" else torch.float32
-    # Under tracing, a product works for every number; `torch.full` would specialise the graph to this one.
+    # Use a product, because `torch.full` would specialise a traced graph to this number.
     return torch.ones(logits.shape[:1], dtype=dtype, device=logits.device) * value
 
 
 NUMBERS = ("lenience", "argmax_lenience", "alpha", "beta")
 FLAGS = ("filter_draft",)
-# The types expected of arguments that may also be numbers.
+# The expected types, for error messages, of arguments that may be tensors or numbers.
 KINDS = {"top_k": "a tensor or an int"} | dict.fromkeys(("temperature", "top_p", "min_p"), "a tensor or a number")
 
 
 def check_kinds(args: VerifyArguments | SigmoidArguments | GumbelArguments | Filters, plain: bool = True) -> None:
-    """Check that numbers are numbers, flags are bools, and everything else is None or a tensor. The dispatcher would
-    not name the argument in its error, and would accept a bool as a number."""
+    """Check that numbers are numbers, flags are bools, and all other values are None or tensors. This is checked here
+    because the dispatcher's error does not name the argument, and because the dispatcher accepts a bool as a number."""
     for name, value in zip(args._fields, args, strict=True):
         if name in NUMBERS:
             check_number(name, value)

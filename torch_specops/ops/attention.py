@@ -1,9 +1,11 @@
-"""`specops::attend`: attention of new tokens over a static cache, which reads only slots that some token sees.
+"""`specops::attend`: attention of new tokens over a static KV cache that skips unused slots.
 
-Attention under a mask reads the whole cache and the mask. Here each token has the span of slots that it sees: on CUDA a
-kernel reads the slots of each row's spans (`cuda/attention.py`), and on a CPU a call reads the slots up to the last one
-seen. Compiled code calls the op without inlining it: on a CPU the number of slots depends on data, and on CUDA Inductor
-would analyse the kernels again for every layer of a model.
+Attention with a mask reads the whole cache and the mask. In this op, each token has a span: the first and the last slot
+that it attends to. On CUDA, a kernel reads only the slots in the spans of each row (`cuda/attention.py`). On a CPU, a
+call reads the slots up to the largest end of a span.
+
+Compiled code calls the op without inlining it. On a CPU the number of slots depends on data, and on CUDA Inductor would
+analyse the kernels again for every layer of a model.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from .tracing import is_eager_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# The least capacity at which compiled steps on a CPU attend to spans. With 2,048 slots they are faster for sequences up
-# to 1,400 tokens: the call and its mask cost 0.1 ms per layer, and each slot not read saves 0.4 us (docs/design.md).
+# Compiled steps on a CPU use spans only if the cache has at least this many slots. The call of the op and its mask cost
+# 0.1 ms per layer, and each slot that is not read saves 0.4 us. With 2,048 slots, spans are faster for sequences of up
+# to 1,400 tokens (docs/design.md).
 MIN_SPAN_CAPACITY = 2048
-# More new tokens than this are a prompt, not a step.
+# A forward with more new tokens than this is a prefill, not a decode step.
 MAX_STEP_TOKENS = 32
 
 
@@ -32,14 +35,15 @@ def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
     if positions.device.type == "cuda":
         return True
     if is_eager_cpu(positions):
-        # An eager step crops the cache to the visible slots anyway. For a prompt, spans avoid the mask.
+        # In an eager step the caller already passes only the used slots of the cache, so spans save nothing. In a
+        # prefill they avoid the mask.
         return positions.shape[1] > MAX_STEP_TOKENS
     return torch.compiler.is_dynamo_compiling() and capacity >= MIN_SPAN_CAPACITY
 
 
 def attention_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which attention computes with a tensor: the dtype of `torch.autocast` if it is on, as in torch's
-    attention."""
+    """The dtype in which attention computes with a tensor. Under `torch.autocast` it is the autocast dtype, as in
+    `scaled_dot_product_attention`."""
     kind = tensor.device.type
     return (
         torch.get_autocast_dtype(kind) if tensor.dtype in DTYPES and torch.is_autocast_enabled(kind) else tensor.dtype
@@ -47,27 +51,28 @@ def attention_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def spans_of(positions: Tensor, window: Window | None) -> Tensor:
-    """The spans [B, n, 2] of tokens at positions [B, n] that see a window of their sequence; None = all slots up to
-    their own."""
+    """The spans [B, n, 2] of tokens at positions [B, n] that attend to a window of their sequence; None = to all slots
+    up to their position."""
     first = torch.zeros_like(positions) if window is None else window.first(positions)
     return torch.stack([first, positions], -1)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """softmax(scale * queries @ keys^T) @ values, over the slots of a span for each query.
+    """Attention, softmax(scale * queries @ keys^T) @ values, in which each query attends to the slots of its span.
 
     Args:
         queries: [B, G * H, n, D] float32, bfloat16 or float16; any strides.
         keys, values: [B, H, W, D] in the same dtype. Query heads g * G to (g + 1) * G - 1 share head g.
-        spans: [B, n, 2] int64, the first and the last slot that query i of a row sees, in [0, W). On CUDA, a row's
-            slots before its first and after its last visible slot are not read. All slots that are read must be finite.
-        scale: the factor of the scores.
+        spans: [B, n, 2] int64 in [0, W), the first and the last slot that query i of a row attends to. On CUDA, the
+            slots of a row before all its spans and after all its spans are not read. All slots that are read must be
+            finite.
+        scale: the factor that scores are multiplied by.
 
     Returns:
         [B, n, G * H, D].
 
     Raises:
-        ValueError, TypeError: a shape or dtype that does not fit.
+        ValueError, TypeError: a shape or a dtype does not fit.
     """
     return torch.ops.specops.attend.default(queries, keys, values, spans, scale)
 
@@ -86,7 +91,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
         if width == count > MAX_STEP_TOKENS and torch.equal(
             spans, spans_of(torch.arange(count, device=spans.device), None).expand_as(spans)
         ):
-            # A whole prompt: causal attention also skips computing the masked scores.
+            # The tokens are a whole prompt. Use causal attention, which does not compute the masked scores.
             output = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
             )
@@ -97,14 +102,16 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
 
 
 def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """`attend` for queries that see the slots of a mask [B or 1, 1, n, W] bool; None = all."""
+    """`attend` with a mask [B or 1, 1, n, W] bool instead of spans; None = queries attend to all slots."""
     batch, num_heads, count, head_dim = queries.shape
     group = num_heads // keys.shape[1]
     if count > head_dim:
-        # Repeat the keys: folding the heads would copy the mask, which is larger than the keys for a long prompt.
+        # Repeat the keys for each query head. Folding the heads would copy the mask, which is larger than the keys of a
+        # long prompt.
         keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (keys, values))
     else:
-        # Fold the query heads of a group into further queries of their shared key head.
+        # Treat the query heads of a group as additional queries of their shared key head, so that the keys are not
+        # copied.
         queries = queries.reshape(batch, keys.shape[1], group * count, head_dim)
         if mask is not None:
             mask = mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)

@@ -1,7 +1,8 @@
-"""`sample_gumbel` and `verify_gumbel`: a token depends only on its row of logits, a seed and its position (Daliri,
-Musco and Suresh 2024, arXiv 2408.07978).
+"""`sample_gumbel` and `verify_gumbel`: sampling with Gumbel noise that is a function of seed, position and token. A
+drawn token depends only on its row of logits, a seed and its position (Daliri, Musco and Suresh 2024, arXiv
+2408.07978).
 
-Both call one function: sampling is verification without drafts.
+Both ops call the same function, because sampling is verification without drafts.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def sample_gumbel(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> Tensor:
-    """Draw one token per row of softmax(logits / T) with the noise of its seed and position.
+    """Draw one token per row of softmax(logits / T), with noise that depends only on the row's seed and position.
 
     The token is the argmax of z(v) / T + g(v) over the tokens that the filters keep, where g(v) = -log(-log u(v)), and
     u is a hash of seed, position and token. Two models that draw with the same seed and position share the noise, and
-    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the law and the
-    effects of rounding are in docs/math.md, section 17.
+    often draw the same token: `verify_gumbel` accepts drafts that this op has sampled. The hash, the distribution and
+    the effects of rounding are described in docs/math.md, section 17.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
@@ -40,15 +41,16 @@ def sample_gumbel(
         seeds: [N] int64, a seed for each sequence.
         positions: [N] int64, the index of each token in its sequence, which is the number of tokens before it.
         temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum). A
-            tensor may have inf: all tokens are equally likely.
+            tensor may contain inf, which makes all tokens equally likely.
         top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
 
     Returns:
-        [N] int64. -1 for a row with no finite entry, or of a negative or NaN temperature, or a NaN top_p or min_p.
+        [N] int64. The token is -1 for a row without a finite entry, with a negative or NaN temperature, or with a NaN
+        top_p or min_p.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -77,17 +79,17 @@ def verify_gumbel(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the target's token at every position, and accept drafts as long as they equal it: lossless.
+    """Draw the target's token at every position, and accept drafts as long as they equal it. This is lossless.
 
-    With y_i the token that `sample_gumbel` draws from row i at position `positions` + i, the number accepted is the
-    number of leading i with x_i = y_i, and the output is y_0 .. y_n (Daliri et al. 2024). So the sequence equals the
-    one that sampling from the target alone gives with this seed, whatever the drafts are. No draft probabilities are
-    needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled draft should come from
-    `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by `verify_exact`.
-    docs/math.md, section 17, has the proof and both rates.
+    Let y_i be the token that `sample_gumbel` draws from row i at position `positions` + i. Drafts are accepted up to
+    the first i with x_i != y_i, and the output is y_0 .. y_n, where n is the number of accepted drafts (Daliri et al.
+    2024). The output is therefore the same as if the target were sampled with this seed without drafts. No draft
+    probabilities are needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled draft should
+    come from `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by
+    `verify_exact`. docs/math.md, section 17, has the proof and both acceptance rates.
 
     Args:
-        target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the walk.
+        target_logits: [B, K+1, V], as in `verify_exact`. At a row without a finite entry, no draft is accepted.
         draft_tokens: [B, K] int64 or int32. A token outside [0, V) is padding, which equals no token.
         seeds: [B] int64, a seed for each sequence.
         positions: [B] int64, the position of row 0: the number of tokens in the sequence so far.
@@ -98,8 +100,8 @@ def verify_gumbel(
         num_accepted [B] int64 in 0..K: n.
 
     Raises:
-        TypeError: an argument that is not a tensor or number, or has another dtype.
-        ValueError: a shape that does not fit, tensors on several devices, a number out of range.
+        TypeError: an argument is not a tensor or number, or has another dtype.
+        ValueError: a shape does not fit, tensors are on different devices, or a number is out of range.
 
     Examples:
         >>> import torch, torch_specops
@@ -116,9 +118,9 @@ def verify_gumbel(
 
 
 def _is_long(logits: Tensor) -> bool:
-    """Whether compiled code on a CPU calls the op. The eager form computes few scores of a long row, and none after a
-    mismatch; for short rows the call itself would cost more."""
-    # A guard on a symbolic length would cause another graph.
+    """True if compiled code on a CPU should call the op instead of inlining it. The called op computes only a few
+    scores of a long row, and none after the first mismatch. For short rows the call would cost more than it saves."""
+    # A comparison of a symbolic length would add a guard, and so another graph, so call the op in that case.
     return not (isinstance(logits.shape[-1], int) and logits.shape[-1] <= 1024)
 
 

@@ -1,8 +1,8 @@
-"""A static key-value cache for ragged rows.
+"""A static KV cache for rows of different lengths.
 
-Sequences may differ in length. The keys and values of the token at position j are in slot j. A forward writes the slots
-of the tokens it reads, and each token attends to the slots up to its own. A rejected draft is undone because the next
-forward overwrites its slot; nothing is cropped or cleared.
+The keys and values of the token at position j are in slot j. A forward writes the slots of the tokens it reads, and
+each token attends to the slots up to its position. A rejected draft is not removed from the cache: the next forward
+overwrites its slot, and until then no token attends to it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from .tracing import normal_tensors
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a sequence that a token sees: itself and the size - 1 tokens before it; or, `in_chunks`, itself and
-    the tokens before it in its chunk, which begins at a multiple of the size."""
+    """The window of tokens that a token attends to: itself and the size - 1 tokens before it. With `in_chunks`, it is
+    itself and the earlier tokens of its chunk, where chunks begin at multiples of the size."""
 
     size: int
     in_chunks: bool = False
 
     def first(self, positions: Tensor) -> Tensor:
-        """The position of the first token that the token at each position sees, >= 0."""
+        """The position, >= 0, of the first token that the token at each position attends to."""
         return positions // self.size * self.size if self.in_chunks else (positions - self.size + 1).clamp(min=0)
 
 
 class RaggedKeyValues:
-    """Keys and values of one attention layer, in buffers whose address and shape never change.
+    """The keys and values of one attention layer, in buffers whose address and shape never change, as CUDA graphs
+    require.
 
     Args:
-        keys, values: [B, heads, n, head_dim]; give the shape (except n), dtype and device of the buffers.
-        capacity: slots per sequence.
+        keys, values: [B, heads, n, head_dim], examples that define the shape (except n), dtype and device of the
+            buffers.
+        capacity: the number of slots per sequence.
     """
 
     @normal_tensors()
@@ -42,7 +44,7 @@ class RaggedKeyValues:
         self.values = values.new_zeros(values.shape[0], values.shape[1], capacity, values.shape[3])
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether keys and values [A, heads, n, head_dim] can be written to the buffers."""
+        """True if keys and values [A, heads, n, head_dim] can be written to the buffers."""
         return all(
             (new.shape[1], new.shape[3], new.dtype, new.device)
             == (buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device)
@@ -50,8 +52,8 @@ class RaggedKeyValues:
         )
 
     def clear(self, rows: Tensor | None = None) -> None:
-        """Zero the slots of the sequences `rows` [A]; None = all. Even invisible slots must be finite, because 0 times
-        NaN is NaN."""
+        """Zero the slots of the sequences `rows` [A]; None = all. Masked slots must be finite too, because attention
+        multiplies their values by 0, and 0 times NaN is NaN."""
         for buffer in (self.keys, self.values):
             if rows is None:
                 buffer.zero_()
@@ -64,34 +66,37 @@ class RaggedKeyValues:
             buffer[:, :, :width] = buffer[sources, :, :width]
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor | int, rows: Tensor | None = None) -> None:
-        """Write [A, heads, n, head_dim] to slots [A, n] of the sequences `rows`: [A], or [A, n] for a sequence per
-        slot; None = all. An int as `slots` is the first of n consecutive slots of all sequences."""
+        """Write keys and values [A, heads, n, head_dim] to slots [A, n] of the sequences `rows`. `rows` has the shape
+        [A], or [A, n] if slots of one row belong to different sequences; None = all sequences. If `slots` is an int,
+        write to n consecutive slots from there on in all sequences."""
         if isinstance(slots, int):
-            # This takes a quarter of the time of an index assignment.
+            # `narrow` and `copy_` take a quarter of the time of an index assignment.
             for buffer, new in ((self.keys, keys), (self.values, values)):
                 buffer.narrow(2, slots, new.shape[2]).copy_(new)
             return
         if rows is None:
             rows = torch.arange(slots.shape[0], device=slots.device)
         rows = rows.unsqueeze(1) if rows.dim() == 1 else rows
-        # Inductor writes an index assignment in place, but turns `scatter_` into two copies of the whole buffer.
+        # Use an index assignment, because Inductor writes it in place, and turns `scatter_` into two copies of the
+        # whole buffer.
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer[rows, :, slots] = new.transpose(1, 2)
 
     def read(self, width: int | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values [A, heads, width, head_dim] of the first `width` slots and of `rows` [A]; None = all.
+        """Read keys and values [A, heads, width, head_dim] of the first `width` slots of the sequences `rows` [A]; None
+        = all.
 
-        With all rows they are views of the buffers, otherwise copies.
+        Returns views of the buffers if `rows` is None, otherwise copies.
         """
-        # `narrow` takes half the time of indexing.
+        # Use `narrow`, because it takes half the time of indexing.
         width = self.keys.shape[2] if width is None else width
         keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 
 
 def emptied(cache: RaggedKeyValues | None, keys: Tensor, capacity: int) -> RaggedKeyValues:
-    """An empty cache for keys and values like `keys`. Returns the given cache, cleared, if its shape is
-    [B, heads, capacity, head_dim], so that its address stays."""
+    """An empty cache for keys and values like `keys`. If the given cache already has the shape [B, heads, capacity,
+    head_dim], it is cleared and returned, so that its address does not change."""
     if cache is not None and cache.keys.shape[:3:2] == (keys.shape[0], capacity) and cache.fits(keys, keys):
         cache.clear()
         return cache
@@ -101,13 +106,14 @@ def emptied(cache: RaggedKeyValues | None, keys: Tensor, capacity: int) -> Ragge
 def visible_slots(
     positions: Tensor, slot_positions: Tensor, window: Window | None = None, own_text: Tensor | None = None
 ) -> Tensor:
-    """[B, 1, n, S] bool: which slots a token at a position attends to.
+    """[B, 1, n, S] bool: True where a token attends to a slot.
 
     Args:
         positions: [B, n] int64.
         slot_positions: [B or 1, S] int64, the position of the token in each slot.
-        window: the part of its sequence that a token sees; None = all up to its own position.
-        own_text: [B, n, S] bool, the slots that hold a token's own sequence; None = all up to its own position.
+        window: the window that a token attends to; None = all tokens up to its position.
+        own_text: [B, n, S] bool, for each token the slots that belong to its sequence; None = all slots up to its
+            position.
     """
     slot_positions = slot_positions.unsqueeze(1)
     visible = slot_positions <= positions.unsqueeze(2) if own_text is None else own_text

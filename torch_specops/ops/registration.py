@@ -1,4 +1,5 @@
-"""Registers the ops with torch: schema, fake kernel, decomposition, vmap, and no gradient."""
+"""Register the ops with torch: schema, fake kernel, decomposition, vmap rule, and an autograd rule without
+gradients."""
 
 from __future__ import annotations
 
@@ -14,24 +15,26 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-# Op -> the function that runs it. Tests with stand-ins for CUDA tensors call it without the dispatcher.
+# Name of an op -> the function that runs it. Tests that replace CUDA tensors by other objects call it directly, because
+# the dispatcher would refuse these objects.
 bodies: dict[str, Callable[..., Any]] = {}
 
 
 def register_op(
     public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False, opaque_on_cuda: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`, and
-    return the function that `public` calls: it calls the op or, to save the dispatch, the body if the call is eager and
-    on a CPU.
+    """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
+    Returns the function that `public` calls. In an eager call on a CPU, that function calls the body directly, which
+    saves the dispatch; otherwise it calls the op.
 
     This replaces `torch.library.triton_op`, which searches the body's source for kernels. That search imports Triton
-    and Inductor (2 s, and a warning per op without Triton) and misses kernels that the body imports.
+    and Inductor (2 s, and a warning per op if Triton is missing), and it does not find kernels that the body imports.
 
     Args:
-        is_opaque: takes the arguments by name, and returns whether compiled code on a CPU calls the op instead of
-            inlining its body. Code of AOTInductor, which runs without Python, always inlines it.
-        opaque_on_cuda: the same for compiled code on CUDA.
+        is_opaque: a function of the op's arguments, passed by name. If it returns True, compiled code on a CPU calls
+            the op instead of inlining its body. AOTInductor always inlines the body, because its code runs without
+            Python.
+        opaque_on_cuda: True = compiled code on CUDA calls the op instead of inlining its body.
     """
 
     parameters = inspect.signature(public).parameters
@@ -39,28 +42,29 @@ def register_op(
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
-            # The dispatcher passes an undefined tensor as None; the body refuses it.
+            # The dispatcher accepts None for a required tensor. The checks in the body raise for it.
             if args[0] is None or args[0].device.type != "cuda":
                 return body(*args)
-            # Triton launches on the current device. Outside of tracing, kernels are launched directly, which takes a
-            # tenth of the time.
+            # Set the device, because Triton launches on the current one. Launch directly, which takes a tenth of the
+            # time of a launch through `wrap_triton`.
             with torch.cuda.device(args[0].device), private.launching_directly():
                 return body(*args)
 
         def call(*args: Any) -> Any:
             tensors = [x for x in args if isinstance(x, Tensor)]
-            # The body would record operations on a tensor that requires a gradient.
+            # If a tensor requires a gradient, call the op: autograd would record the operations of the body.
             if is_eager_cpu(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-                # Convert numbers to float, as the dispatcher does.
+                # Convert numbers to float, as the dispatcher would.
                 return body(*(float(x) if index in floats else x for index, x in enumerate(args)))
             return op(*args)
 
-        # If Dynamo falls back to eager code for the public function, so that it raises its error, it must skip this one
-        # too.
+        # If a public function raises while Dynamo traces it, Dynamo runs it eagerly. Without this line, Dynamo would
+        # then compile `call` as a separate graph.
         private.leave_uncompiled(call)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """What a compiler sees: the body of the op, or the op itself. An exported program keeps the op."""
+            """Called when AOTAutograd traces the op. Traces the body of the op, or records a call of the op if it is
+            opaque or the program is exported."""
             named = dict(zip(parameters, args, strict=False)) | kwargs
             device = next(iter(named.values())).device.type
             opaque = is_opaque(**named) if device == "cpu" else opaque_on_cuda and device == "cuda"
@@ -80,7 +84,8 @@ def register_op(
         torch.library.register_torch_dispatch(name, private.FunctionalTensorMode, decompose)
         op = getattr(torch.ops.specops, public.__name__).default
         torch.library.register_vmap(name, _map_over_rows(op))
-        # Without it the outputs require a gradient when the logits do, and a compiled model outside no_grad fails.
+        # Without this rule, the outputs would require a gradient if the logits do, and a compiled model outside
+        # `no_grad` would fail.
         torch.library.register_autograd(name, _no_gradient, setup_context=_mark_non_differentiable)
         return call
 
@@ -88,7 +93,7 @@ def register_op(
 
 
 def _map_over_rows(op: Any) -> Callable[..., Any]:
-    """The rule for torch.func.vmap: the mapped axis is merged with the rows, which are independent of each other."""
+    """The rule for torch.func.vmap: merge the mapped axis with the rows, which are independent of each other."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         def joined(value: Any, dim: int | None) -> Any:
@@ -98,7 +103,7 @@ def _map_over_rows(op: Any) -> Callable[..., Any]:
             return mapped.flatten(0, 1)
 
         def parted(result: Tensor) -> Tensor:
-            # With zero rows, a size of -1 would be ambiguous.
+            # Compute the size, because with zero rows a size of -1 would be ambiguous.
             return result.reshape(info.batch_size, result.shape[0] // info.batch_size, *result.shape[1:])
 
         result = op(*(joined(value, dim) for value, dim in zip(args, in_dims, strict=True)))
@@ -118,7 +123,7 @@ def _no_gradient(ctx: Any, *gradients: Tensor) -> None:
 
 
 def compiled_sources() -> list[Path]:
-    """The files whose code ends up in compiled graphs or their guards."""
+    """The files whose code is traced into compiled graphs or their guards."""
     folder = Path(__file__).parent
     return [folder.parent / "checks.py", *sorted(folder.rglob("*.py"))]
 
@@ -127,6 +132,6 @@ def digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-# torch's caches on disk identify a graph by the names of its ops, not by their bodies: without this tag, a new version
+# torch's caches on disk identify a graph by the names of its ops, not by their bodies. Without this tag, a new version
 # of the package would run graphs that were compiled from the old version.
 torch.compiler.config.cache_key_tag += f":torch_specops-{digest(compiled_sources())}"

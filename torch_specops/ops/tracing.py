@@ -1,4 +1,4 @@
-"""Whether a call can read the data of its tensors, and a context for tensors that any mode may write."""
+"""A test for eager calls on a CPU, and a context for creating tensors that any mode may write."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from . import private
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
-    """True if the data can be read without waiting: plain CPU tensors in an eager call, that is, a call that is not
-    compiled, exported, recorded, faked or mapped."""
+    """True if the call may read the data of these tensors without waiting for a device: they are plain CPU tensors, and
+    the call is not compiled, exported, recorded by `torch.jit.trace`, run on fake tensors or inside `vmap`."""
     if torch.compiler.is_compiling() or private.is_recording() or private.num_modes() > 0:
         return False
     return all(type(x) is Tensor and x.is_cpu and not private.is_mapped(x) for x in tensors)
@@ -21,6 +21,6 @@ def is_eager_cpu(*tensors: Tensor) -> bool:
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Compute no gradients, and make tensors that can be written both in inference mode and outside of it."""
+    """Disable gradients, and create tensors that can later be written both inside and outside inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,9 +1,11 @@
-"""Counter-based uniform numbers: a pure function of (seed, position, stream, index). A sequence's numbers do not depend
-on its row, on the device, or on the state of a generator, which a CUDA graph would freeze.
+"""Counter-based uniform random numbers, a pure function of (seed, position, stream, index).
 
-Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key = the 64 bits of the seed,
-counter = (index // 4, stream, position low, position high), word index % 4 of the block. A word w gives the float
-(w >> 8) * 2**-24, exact in float32 and below 1.
+A sequence's numbers do not depend on its row, on the device, or on the state of a generator, which a CUDA graph would
+freeze.
+
+The generator is Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its key is the 64
+bits of the seed, and its counter is (index // 4, stream, position low, position high). A block has four words, and
+number `index` uses word index % 4. A word w gives the float (w >> 8) * 2**-24, which is exact in float32 and below 1.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
-# SplitMix64: the odd step of its counter, and the factors of its mixing function.
+# Constants of SplitMix64: the increment of its counter, and the factors of its mixing function.
 GOLDEN, MIX_0, MIX_1 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK_64 = 0xFFFFFFFFFFFFFFFF
 
-# (words, a multiplier) -> the high and the low word of each product.
+# A function (words, multiplier) -> the high and the low word of each product.
 Multiply = Callable[[Any, int], tuple[Any, Any]]
 
 
@@ -37,20 +39,21 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     """Uniform random numbers for each sequence, bit-identical on CPU and CUDA, eager and compiled.
 
     Args:
-        seeds: [B] int64, a seed per request; all 64 bits count.
-        positions: [B] int64, for example the length of the sequence. A position used twice with the same seed and
-            stream gives the same numbers.
+        seeds: [B] int64, a seed for each request; all 64 bits are used.
+        positions: [B] int64, for example the length of the sequence. The same position with the same seed and stream
+            gives the same numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are the same as in a call with n = m.
         stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token), "inner" (seeds
             for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). Two streams never share a
-            number; using the same stream for two purposes loses exactness.
+            number. Do not use one stream for two purposes: the numbers would not be independent, and the output would
+            not have the target's distribution.
 
     Returns:
         [B, n] float32 multiples of 2**-24 in [0, 1).
 
     Raises:
-        TypeError: a tensor of another dtype, or an `n` that is not an int.
-        ValueError: a wrong shape or device, a negative `n`, or an unknown stream.
+        TypeError: a tensor has another dtype, or `n` is not an int.
+        ValueError: a shape or a device does not fit, `n` is negative, or the stream is unknown.
 
     Examples:
         >>> import torch, torch_specops
@@ -58,7 +61,7 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
         torch.Size([2, 2])
     """
-    # The dispatcher would convert these arguments, or refuse them without naming them.
+    # Check here, because the dispatcher would convert wrong arguments, or raise an error that does not name them.
     for name, tensor in (("seeds", seeds), ("positions", positions)):
         check_tensor(name, tensor, expected="an int64 tensor [B]")
     if not is_int(n):
@@ -71,19 +74,19 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
 
 
 def verification_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """The numbers of one verification, computed together: `uniforms(.., K, "accept")` [B, K], and the first number of
-    the stream "sample" [B]. Both are views of one tensor."""
+    """The numbers for one verification: `uniforms(.., K, "accept")` [B, K], and the first number of the stream "sample"
+    [B]. One op computes both, and they are views of one tensor."""
     numbers = step_uniforms(seeds, positions, num_draft_tokens)
     return numbers[:, :-1], numbers[:, -1]
 
 
 def step_uniforms(seeds: Tensor, positions: Tensor, num_draft_tokens: int) -> Tensor:
-    """[B, K+1]: K numbers of the stream "accept", and the first of "sample"."""
+    """[B, K+1]: K numbers of the stream "accept", and the first number of the stream "sample"."""
     return _step_uniforms(seeds, positions, num_draft_tokens)
 
 
-# Compiled code on a CPU calls these ops instead of inlining them: their 200 small operations would take longer to
-# compile than the rest of a step.
+# Compiled code on a CPU calls these ops instead of inlining them, because their 200 small operations would take longer
+# to compile than the rest of a step.
 @register_op(uniforms, is_opaque=lambda **_: True)
 def _uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
     _check(seeds, positions, n)
@@ -131,7 +134,8 @@ def _check(seeds: Tensor, positions: Tensor, n: int) -> None:
 
 
 def row_seeds(seed: int, batch: int) -> Tensor:
-    """A seed for each row of a batch, by a 64-bit hash. (With seed + row, row 1 of seed 0 would equal row 0 of seed 1.)
+    """A seed for each row of a batch, by a 64-bit hash. (If the row were added to the seed, row 1 of seed 0 would have
+    the same numbers as row 0 of seed 1.)
 
     The hash is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), with arithmetic
     modulo 2**64: row b gets mix(mix(seed) + (b + 1) * 0x9E3779B97F4A7C15). Rows of one seed never share a row seed.
@@ -146,14 +150,16 @@ def row_seeds(seed: int, batch: int) -> Tensor:
     """
     first = _mixed(seed & MASK_64)
     mixed = [_mixed((first + (row + 1) * GOLDEN) & MASK_64) for row in range(batch)]
-    # The same 64 bits as a signed number.
+    # Convert each unsigned 64-bit number to the signed number with the same bits.
     return torch.tensor([word - (word >> 63 << 64) for word in mixed], dtype=torch.int64, device="cpu")
 
 
 def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
-    """Seeds for a source that drafts for a draft: n for each sequence and position, of 63 random bits each.
+    """Seeds for a source that drafts for a draft model. For each sequence and position there are n seeds of 63 random
+    bits.
 
-    With the sequence's seed itself, the inner source would reuse numbers of the outer source, in this step or later.
+    The inner source must not use the sequence's seed, because it would then reuse random numbers of the outer source,
+    in this step or a later one.
 
     Args:
         seeds, positions: as in `uniforms`.
@@ -167,15 +173,15 @@ def inner_seeds(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[N, 2] int64 in [0, 2**32): the keys of the noise of `sample_gumbel`, the first two words of block 0 of the
-    stream "noise"."""
+    """[N, 2] int64 in [0, 2**32): the two keys for the noise of `sample_gumbel`. They are the first two words of block
+    0 of the stream "noise"."""
     zeros = torch.zeros_like(positions)
     counter = (zeros, zeros + STREAMS["noise"], positions & MASK, (positions >> 32) & MASK)
     return torch.stack(_philox(counter, (seeds & MASK, (seeds >> 32) & MASK))[:2], 1)
 
 
 def noise_key_bytes(seeds: Sequence[int], positions: Sequence[int]) -> bytes:
-    """`noise_keys` for eager calls: N pairs of 8 bytes each."""
+    """`noise_keys` for eager calls, as bytes: N pairs of two 32-bit words."""
     first, second, *_ = _packed_words(seeds, positions, [(0, STREAMS["noise"])])
     return (first | second << 32).to_bytes(8 * len(seeds), "little")
 
@@ -187,10 +193,10 @@ def _mixed(word: int) -> int:
 
 
 def _numbers(seeds: Tensor, positions: Tensor, index: Tensor, streams: Tensor) -> Tensor:
-    """Numbers [B, n]: column j has number indices[j] of stream streams[j].
+    """[B, n], where column j has number index[j] of the stream streams[j].
 
-    Every number computes its whole block and keeps one of its four words, so that a compiler sees one chain of rounds.
-    Concatenating the four words would make it four chains.
+    For every number this computes a whole block and keeps one of its four words. The compiled code is then one chain of
+    rounds; if the four words were concatenated, the compiler would compute the rounds four times.
     """
     seed, position = seeds.unsqueeze(-1), positions.unsqueeze(-1)
     counter = (index // 4, streams, position & MASK, (position >> 32) & MASK)
@@ -216,14 +222,15 @@ def _rounds(counter: Sequence[Any], key: Sequence[Any], weyl: tuple[int, int], m
 
 
 def _multiply(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, from 16-bit halves so that no int64 product overflows."""
+    """The high and the low 32 bits of a 32 x 32 bit product. It multiplies 16-bit halves, so that no int64 product
+    overflows."""
     low = a * (multiplier & 0xFFFF)
     high = a * (multiplier >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
-    """[B, 4 len(blocks)] the numbers of the given (index // 4, stream), for eager calls."""
+    """[B, 4 len(blocks)], all numbers of the given blocks (index // 4, stream), for eager calls."""
     batch, size = seeds.shape[0], seeds.shape[0] * len(blocks)
     if size == 0:
         return torch.empty(batch, 4 * len(blocks), dtype=torch.float32, device="cpu")
@@ -237,8 +244,8 @@ def _blocks(seeds: Tensor, positions: Tensor, blocks: Sequence[tuple[int, int]])
 def _packed_words(seeds: Sequence[int], positions: Sequence[int], blocks: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """The four words of each row's blocks, for eager calls.
 
-    Each 32-bit word takes 64 bits of one large Python integer, which is room for a product of two words. So one
-    operation handles all blocks, where torch would need a hundred calls on tiny tensors.
+    All blocks are packed into one large Python integer, in which each 32-bit word takes 64 bits, so that a product of
+    two words fits. One integer operation then handles all blocks; torch would need a hundred calls on tiny tensors.
     """
     ones = _packed([1] * (len(seeds) * len(blocks)))
     mask = ones * MASK

@@ -1,4 +1,4 @@
-"""From the target's logits to a distribution: parameters of each row, processors, and log-probabilities."""
+"""Turns the target's logits into a distribution: sampling parameters, processors and log-probabilities."""
 
 from .parameters import ALWAYS, NEUTRAL, Bias, SamplingParams, SamplingTensors
 from .processors import Processors

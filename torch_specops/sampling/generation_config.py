@@ -1,4 +1,4 @@
-"""The part of a transformers `GenerationConfig` that decides the distribution of the output."""
+"""Reads the fields of a transformers `GenerationConfig` that change the output's distribution."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Fields that affect the distribution and have no counterpart in `SamplingParams`, with the value besides None that has
-# no effect.
+# Fields that change the distribution and have no counterpart in `SamplingParams`. Each maps to the value that, like
+# None, has no effect.
 ALWAYS_READ: dict[str, Any] = {
     "assistant_ensemble_weight": 1.0,
     "begin_suppress_tokens": None,
@@ -26,9 +26,9 @@ ALWAYS_READ: dict[str, Any] = {
     "token_healing": False,
     "watermarking_config": None,
 }
-# The same, for fields that greedy decoding does not read.
+# The same for fields that transformers reads only if it samples.
 READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
-# Fields with a counterpart, and transformers' default. A None in the config stands for this default.
+# Fields with a counterpart in `SamplingParams`, and transformers' defaults. None in a config means the default.
 TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 # `bad_words_ids`, `sequence_bias` and `suppress_tokens` become biases and bad words where possible.
@@ -48,11 +48,11 @@ def values_of(config: Any) -> dict[str, Any]:
     others += [f"sequence_bias {key}: {value!r}" for key, value in longer.items() if value != -math.inf]
     if others:
         raise ValueError(f"config: SamplingParams has no {', no '.join(others)}")
-    # transformers ignores tokens that the model cannot emit; some configs have a -1.
+    # Skip negative tokens, as transformers does: some configs contain -1.
     biases |= {token: -math.inf for token in getattr(config, "suppress_tokens", None) or () if token >= 0}
     defaults = TAKEN | (TAKEN_IF_SAMPLED if config.do_sample else {})
-    given = {name: getattr(config, name, None) for name in defaults}
-    taken = {name: defaults[name] if value is None else value for name, value in given.items()}
+    configured = {name: getattr(config, name, None) for name in defaults}
+    taken = {name: defaults[name] if value is None else value for name, value in configured.items()}
     if not config.do_sample:
         taken["temperature"] = 0.0
     words = (*(getattr(config, "bad_words_ids", None) or ()), *(list(key) for key in longer))

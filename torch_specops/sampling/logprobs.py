@@ -15,8 +15,8 @@ from .parameters import SamplingTensors
 class LogProbabilities(NamedTuple):
     """Log-probabilities of emitted tokens, and the most likely tokens at their positions."""
 
-    of_tokens: Tensor  # [B, n] float32, undefined for a token of -1
-    top_tokens: Tensor  # [B, n, N] int64, the most likely first, ties by lower index
+    of_tokens: Tensor  # [B, n] float32, undefined where the token is -1
+    top_tokens: Tensor  # [B, n, N] int64, most likely first, the lower index first among equals
     top_values: Tensor  # [B, n, N] float32, -inf for excluded tokens
 
 
@@ -29,34 +29,35 @@ def log_probabilities(
         target_logits: [B, n, V]; for "processed", after the processors.
         tokens: [B, n] int64.
         sampling: temperature and filters of each row.
-        logprobs: "raw" = of the softmax of the given logits; "processed" = with temperature and filters.
-        num_top: N <= V.
+        logprobs: "raw" = under the softmax of `target_logits`; "processed" = after temperature and filters.
+        num_top: N <= V, the number of most likely tokens to return.
     """
     temperature = torch.ones_like(sampling.temperature)
     if logprobs == "processed":
         target_logits = filtered(target_logits, sampling)
         temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # Read logits like the ops: NaN masks a token, and infinity is the largest float32.
+    # Treat logits as the ops do: NaN masks a token, and infinity becomes the largest float32.
     largest = torch.finfo(torch.float32).max
     z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
     lse = z.logsumexp(2, keepdim=True)
-    found = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
+    of_tokens = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
     top_tokens = _most_likely(z, num_top)
     top_values = z.gather(2, top_tokens) - lse
     if logprobs == "processed":
         is_greedy = (sampling.temperature == 0).unsqueeze(1)
-        found = torch.where(is_greedy, 0.0, found)
-        # The distribution of a greedy row is one-hot.
+        of_tokens = torch.where(is_greedy, 0.0, of_tokens)
+        # The distribution of a greedy row is one-hot: its most likely token has log-probability 0, all others have
+        # -inf.
         is_first = torch.arange(num_top, device=z.device) == 0
         one_hot = torch.where(is_first, 0.0, -math.inf).to(z.dtype)
         top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
-    return LogProbabilities(found, top_tokens, top_values)
+    return LogProbabilities(of_tokens, top_tokens, top_values)
 
 
 def _most_likely(z: Tensor, count: int) -> Tensor:
-    """[B, n, V] float32 without NaN -> [B, n, count] int64, the tokens of the largest entries in descending order, ties
-    by lower index. `topk` does not order equal entries, so each entry gets a unique int64 key: its value in the upper
-    32 bits, its index in the lower."""
+    """The tokens with the `count` largest entries of z, [B, n, count] int64, in descending order; the lower index comes
+    first among equal entries. z is [B, n, V] float32 without NaN. `topk` does not order equal entries, so each entry
+    gets a unique int64 key: the upper 32 bits hold its value, and the lower 32 bits its index."""
     if count == 0:
         return z.new_zeros(*z.shape[:2], 0, dtype=torch.int64)
     bits = (z + 0.0).view(torch.int32).long()

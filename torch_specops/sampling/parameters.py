@@ -19,7 +19,7 @@ from .processors import AnyProcessors, Processors, round_up
 
 Number = float | list[float] | Tensor
 Words = Sequence[Sequence[int]]
-# The `until` of a bias that always applies.
+# The value of `Bias.until` for a bias that always applies.
 ALWAYS = 2**63 - 1
 
 
@@ -33,7 +33,7 @@ class _Field(NamedTuple):
     is_right: Callable[[Tensor], Tensor]
 
 
-# Logits stay finite if divided by at least LEAST or multiplied by at most MOST.
+# Logits stay finite if they are divided by numbers >= LEAST or multiplied by numbers <= MOST.
 LEAST, MOST = 1e-30, 1e30
 
 
@@ -61,7 +61,7 @@ _NUMBERS = {
     "min_new_tokens": _Field(torch.int64, 0, "integers >= 0", lambda n: n >= 0),
 }
 
-# The value of each field that has no effect.
+# For each field, the value that has no effect.
 NEUTRAL = {name: field.neutral for name, field in _NUMBERS.items()}
 
 
@@ -76,11 +76,12 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a loop turns the target's logits into a distribution; each field is one value or one per sequence.
+    """How a loop turns the target's logits into a distribution. Each field is one value for all sequences, or one per
+    sequence.
 
     Processors, which depend on the sequence so far, are applied first: biases, bad words and min_new_tokens, then the
-    penalties, then n-grams. Later positions count earlier drafts as part of the sequence. Temperature and filters come
-    last.
+    penalties, then n-grams. At a later position of a step, the drafts before it count as part of the sequence.
+    Temperature and filters come last.
 
     Args:
         temperature: 0 = greedy; otherwise >= 1e-30, because logits divided by less overflow and tie.
@@ -89,19 +90,21 @@ class SamplingParams:
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
         repetition_penalty: in [1e-30, 1e30]; positive logits of tokens in the sequence are divided by it, and negative
             logits multiplied (transformers). 1 = none.
-        presence_penalty: within 1e30; subtracted once from the logit of each new token (OpenAI, vLLM).
-        frequency_penalty: within 1e30; subtracted as often as the new token occurred.
-        no_repeat_ngram_size: n; excludes tokens that would repeat an n-gram of the sequence; 0 = none. Its cost grows
-            with the logarithm of n.
+        presence_penalty: in [-1e30, 1e30]; subtracted once from the logit of every token that is among the new tokens
+            (OpenAI, vLLM).
+        frequency_penalty: in [-1e30, 1e30]; the same, multiplied by the number of times that the token occurs among
+            them.
+        no_repeat_ngram_size: n; excludes tokens that would repeat an n-gram of the sequence; 0 = none. The cost of a
+            step grows with the logarithm of n.
         min_new_tokens: excludes eos tokens until there are this many new tokens.
-        logit_bias: token -> the number added to its logit, finite or -inf.
-        bad_words: sequences of tokens. The last token of a word is excluded if the sequence ends with the others. A
-            word that is just an eos token is ignored, as in transformers. The cost of a step grows with the number of
-            tokens in biases and words.
+        logit_bias: maps a token to the number that is added to its logit, finite or -inf.
+        bad_words: sequences of tokens. The last token of a word is excluded if the sequence ends with the word's other
+            tokens. A word that is just an eos token is ignored, as in transformers. The cost of a step grows with the
+            number of tokens in biases and words.
 
     Raises:
-        TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a bias or a word
-            of another form.
+        TypeError: a field that is neither a number nor a sequence of numbers; a float for an integer; a malformed bias
+            or word.
         ValueError: a number that is out of range, not finite in float32, or has more than 64 bits; a token below 0.
 
     Examples:
@@ -127,12 +130,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, field in _NUMBERS.items():
-            given = getattr(self, name)
-            values = _as_tensor(name, given)
+            value = getattr(self, name)
+            values = _as_tensor(name, value)
             if field.dtype == torch.int64 and values.is_floating_point():
-                raise TypeError(f"{name}: expected an integer or one per sequence, got {given!r}")
+                raise TypeError(f"{name}: expected an integer or one per sequence, got {value!r}")
             if not bool(field.is_right(values).all()):
-                raise ValueError(f"{name}: expected {field.expected}, got {given}")
+                raise ValueError(f"{name}: expected {field.expected}, got {value}")
         biases: Any = self.logit_bias if _is_sequence(self.logit_bias) else [self.logit_bias]
         for bias in biases:
             _check_bias({} if bias is None else bias)
@@ -144,13 +147,13 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Any) -> SamplingParams:
-        """The sampling of transformers' `generate` with a `GenerationConfig`: do_sample, temperature, top_k, top_p,
-        min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens, bad_words_ids, suppress_tokens, and the entries
-        of sequence_bias that are single tokens or -inf.
+        """Make the parameters with which transformers' `generate` would sample. These fields of a `GenerationConfig`
+        are read: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens,
+        bad_words_ids, suppress_tokens, and the entries of sequence_bias that are single tokens or -inf.
 
-        Without `do_sample` that is greedy decoding, which ignores temperature and filters. A None in the config stands
-        for transformers' default, such as a temperature of 1 or a top_k of 50. Lengths, stop strings and special tokens
-        are arguments of the loop.
+        Without `do_sample`, decoding is greedy and ignores temperature and filters. A None in the config stands for
+        transformers' default, such as a temperature of 1 or a top_k of 50. Lengths, stop strings and special tokens are
+        arguments of the loop.
 
         Args:
             config: `model.generation_config`, or another config.
@@ -177,16 +180,16 @@ class SamplingParams:
         eos: Tensor | None = None,
         vocab_size: int | None = None,
     ) -> SamplingTensors:
-        """The tensors of a step for a batch of this size.
+        """Convert the parameters to tensors for a batch of this size.
 
         Args:
             prompt_lengths: [batch] int64, which processors need.
             eos: [batch, E] int64, tokens that end a row, padded with -1; None = no tokens.
-            vocab_size: tokens are checked against it; None = they are not.
+            vocab_size: tokens of biases and words must be below it; None = no check.
 
         Raises:
-            ValueError: values for another number of sequences; tokens outside the vocabulary; no prompt_lengths where
-                they are needed.
+            ValueError: the values are for another number of sequences; a token is outside the vocabulary;
+                prompt_lengths are needed and missing.
         """
         temperature = self._per_sequence("temperature", batch, device)
         filters: dict[str, Any] = {name: self._if_any(name, batch, device) for name in ("top_k", "top_p", "min_p")}
@@ -222,8 +225,8 @@ class SamplingParams:
 
     @property
     def _words_are_per_row(self) -> bool:
-        """True for one list of words per row: a list of lists of lists, or of empty lists, because a word has a
-        token."""
+        """True if `bad_words` has a list of words for each row: its items are lists of lists, or empty. An empty item
+        is a list of words, because a word has at least one token."""
         return len(self.bad_words) > 0 and all(
             _is_sequence(item) and (len(item) == 0 or _is_sequence(item[0])) for item in self.bad_words
         )
@@ -237,14 +240,14 @@ class SamplingParams:
         return values
 
     def _if_any(self, name: str, batch: int, device: torch.device | str) -> Tensor | None:
-        """One number per sequence; None if all are neutral."""
+        """One number per sequence, or None if all numbers are neutral."""
         values = self._per_sequence(name, batch, device)
         return values if bool((_as_tensor(name, getattr(self, name)) != _NUMBERS[name].neutral).any()) else None
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """`SamplingParams` of a batch as a step takes them, on its device. A field that no row uses is None.
+    """The sampling parameters of a batch, as tensors on its device. A field that no row uses is None.
 
     Args:
         temperature: [B] float32, >= 0; 0 = greedy.
@@ -264,23 +267,23 @@ class SamplingTensors:
 
     @property
     def filters(self) -> dict[str, Any]:
-        """The filters among top_k, top_p and min_p that some row uses, by name."""
+        """The filters (top_k, top_p, min_p) that a row uses, by name."""
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return {name: value for name, value in filters.items() if value is not None}
 
     def draw(
         self, logits: Tensor, numbers: Tensor, text: Tensor | None, lengths: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draw a draft token for each row as the target's tokens are drawn.
+        """Draw a draft token for each row, with the processors, temperature and filters that apply to the target.
 
         Args:
             logits: [B, 1, V], before processors.
             numbers: [B], uniforms; if `coupled`, the seeds of the rows.
-            text: as in `process`; None where there are no processors.
+            text: as in `process`; None if there are no processors.
             lengths: [B, 1] int64, the sequences' lengths, drafts before this token included.
 
         Returns:
-            The token [B], and the `logits` [B, V] and the `lse` [B] of its `Draft`, None if `coupled`.
+            The token [B], then `logits` [B, V] and `lse` [B] for a `Draft`; both are None if `coupled`.
         """
         if text is not None:
             logits = self.process(logits, text, lengths)
@@ -291,14 +294,14 @@ class SamplingTensors:
         return tokens, logits, lse
 
     def process(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """Apply the processors, before temperature and filters: logits [B, n, V] in float32; unchanged if there are
-        none.
+        """Apply the processors, before temperature and filters: returns logits [B, n, V] in float32, or the same logits
+        if there are no processors.
 
         Args:
             logits: [B, n, V].
-            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included; -1 where there is no draft; logits
-                after that are not used.
-            lengths: [B, n] int64 in 1..W, how many tokens of the row's `text` come before position i.
+            text: [B, W] int64 in [0, V), each row from index 0 on, drafts included. It is -1 where there is no draft,
+                and logits after that are not used.
+            lengths: [B, n] int64 in 1..W, the number of tokens of `text` that come before each of the n positions.
         """
         return logits if self.processors is None else self.processors(logits, text, lengths)
 
@@ -310,7 +313,7 @@ def _as_tensor(name: str, value: Number | list[int]) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         if not isinstance(value, Tensor) and tensor.is_floating_point():
-            # Take float64: in float32, the default, a number could overflow or vanish before it is checked.
+            # Use float64, because in float32, the default, a number could overflow or become 0 before it is checked.
             tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a number or one per sequence, got {value!r}") from error
@@ -359,7 +362,7 @@ def _of_rows(name: str, value: Any, is_per_row: bool, batch: int) -> Sequence[An
 
 
 def _bias_tensors(rows: list[list[Bias]], device: torch.device | str) -> dict[str, Tensor]:
-    """The biases as tensors of `Processors`."""
+    """Convert the biases of each row to the tensors `words`, `biases` and `pieces` of `Processors`."""
     words: list[list[int]] = []
     pieces: list[list[int]] = []
     values: list[float] = []

@@ -1,8 +1,7 @@
 """Processors change the logits of a position according to the tokens before it.
 
 Position i of a step follows the sequence and the drafts before i, so each position is processed for different tokens.
-If those drafts are accepted, they are part of the output, and only logits processed with them have the right
-distribution.
+Accepted drafts become part of the output, so the logits after them must be processed as if the drafts were accepted.
 
 A call does not wait for the device, and no shape depends on data, except in eager steps on a CPU.
 """
@@ -25,7 +24,7 @@ class AnyProcessors(Protocol):
 
     @property
     def constants(self) -> Hashable:
-        """The values besides tensors that a call depends on."""
+        """The values other than tensors that a call depends on. Compiled steps treat them as constants."""
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         """New logits [B, n, V], float32; the arguments are as in `SamplingTensors.process`."""
@@ -35,27 +34,29 @@ class AnyProcessors(Protocol):
 class Processors:
     """The processors of a batch, as tensors on its device. A processor that no row uses is None.
 
-    A row without a processor has its neutral entry: 1, 0, 0, 0, and no words. The numbers of words and of their tokens
-    are rounded up (`round_up`), so that most batches have the same shapes. The cost of a step grows with the number of
-    tokens in all words and with the logarithm of `longest_ngram`.
+    A row that does not use a processor has its neutral value: repetition_penalty 1, other numbers 0, and no words. The
+    numbers of words and of their tokens are rounded up (`round_up`), so that most batches have the same shapes. The
+    cost of a step grows with the number of tokens in all words and with the logarithm of `longest_ngram`.
 
     Args:
         prompt_lengths: [B] int64; later tokens are new.
         repetition_penalty: [B] float32, r > 0. The logit z of a token of the sequence becomes z / r, or z * r if z < 0.
         presence_penalty: [B] float32, subtracted from the logit of each new token.
-        frequency_penalty: [B] float32, subtracted as often as the new token occurred.
+        frequency_penalty: [B] float32, subtracted from the logit of each new token, times the number of its
+            occurrences.
         no_repeat_ngram_size: [B] int64, n; a token that would repeat an n-gram of the sequence gets -inf. 0 = none.
         longest_ngram: at least the largest n.
-        words: [M, 3] int64, for each word: its row; its last token, which gets the bias if the sequence ends with the
-            others; and `until`: the word counts only while there are fewer new tokens. Unused entries are 0, -1, 0.
+        words: [M, 3] int64, three numbers for each word: its row; its last token, which gets the bias if the sequence
+            ends with the word's other tokens; and `until`: the bias applies only while there are fewer new tokens.
+            Unused entries are 0, -1, 0.
         biases: [M] float32, finite or -inf.
         pieces: [N, 3] int64, the other tokens of all words: the word's index, the token's place (1 = last in the
             sequence, 2 = before that), and the token. Unused entries are 0.
-        padding: [B, N] int64; the first `num_padding` tokens of a row count as part of its sequence, before its first
-            token. The `prompt_lengths` then include them.
-        num_padding: [B] int64.
-        num_ignored: [B] int64, how many tokens at the start of padding and prompt the repetition penalty ignores, fewer
-            than all. None = 0.
+        padding: [B, N] int64; the first `num_padding` tokens of a row count as part of its sequence and come before its
+            first token. `prompt_lengths` include them.
+        num_padding: [B] int64, the number of padding tokens of each row.
+        num_ignored: [B] int64; the repetition penalty ignores this many tokens at the start of padding and prompt, but
+            never all of them. None = 0.
     """
 
     prompt_lengths: Tensor
@@ -83,7 +84,7 @@ class Processors:
         return has_words or any(value is not None for value in values)
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """Biases first, then the penalties in the order above, then n-grams."""
+        """Apply the biases, then the penalties in the order of the fields, then the n-gram rule."""
         if is_eager_cpu(text):
             text = text[:, : int(lengths.max())]
         text = text.clamp(min=0)
@@ -99,15 +100,15 @@ class Processors:
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty.view(-1, 1, 1)
             ignored = torch.zeros_like(self.prompt_lengths) if self.num_ignored is None else self.num_ignored
-            # Repeated tokens write equal numbers. Positions that do not count are redirected to the first token that
-            # does.
+            # Every position writes a logit; positions with equal tokens write equal numbers. A position that does not
+            # count repeats the write of the first position that counts.
             counts = is_before & (index >= ignored.view(-1, 1, 1))
             tokens = torch.where(counts, every, text.gather(1, ignored.unsqueeze(1)).unsqueeze(1))
-            found = logits.gather(2, tokens)
-            _write(logits, tokens, torch.where(found < 0, found * penalty, found / penalty))
+            old = logits.gather(2, tokens)
+            _write(logits, tokens, torch.where(old < 0, old * penalty, old / penalty))
         if self.presence_penalty is not None:
-            # Other positions are redirected to the first new token. Without new tokens, its logit is written back
-            # unchanged.
+            # A position that is not new repeats the write of the first new position. If there is no new position, the
+            # penalty is 0 and the write changes nothing.
             first = text.gather(1, self.prompt_lengths.clamp(max=text.shape[1] - 1).unsqueeze(1)).unsqueeze(1)
             tokens = torch.where(is_new, every, first)
             any_new = lengths > self.prompt_lengths.unsqueeze(1)
@@ -126,8 +127,8 @@ class Processors:
         (rows, last, until), (word, back, token) = self.words.unbind(1), self.pieces.unbind(1)
         ends = lengths[rows]
         places = ends[word] - back.unsqueeze(1)
-        found = text[rows[word].unsqueeze(1), places.clamp(0, text.shape[1] - 1)]
-        differs = (back > 0).unsqueeze(1) & ((places < 0) | (found != token.unsqueeze(1)))
+        actual = text[rows[word].unsqueeze(1), places.clamp(0, text.shape[1] - 1)]
+        differs = (back > 0).unsqueeze(1) & ((places < 0) | (actual != token.unsqueeze(1)))
         num_different = torch.zeros_like(ends).index_add_(0, word, differs.long())
         is_early = ends - self.prompt_lengths[rows].unsqueeze(1) < until.unsqueeze(1)
         counts = (num_different == 0) & is_early & (last >= 0).unsqueeze(1)
@@ -136,9 +137,10 @@ class Processors:
         logits.index_put_((rows.unsqueeze(1), index, last.clamp(min=0).unsqueeze(1)), biases, accumulate=True)
 
     def _ends_ngram(self, size: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """[B, n, W] bool: the n - 1 tokens before this index equal the last n - 1 of the sequence, n = size [B], so
-        that the token here would repeat an n-gram. Stretches of 1, 2, 4, ... tokens are numbered, equal ones alike. Two
-        of them, which may overlap, cover n - 1 tokens, so the cost grows with the logarithm of n."""
+        """[B, n, W] bool: whether the token at this index of `text` would repeat an n-gram if it came next. The token
+        would if the `size` - 1 tokens before the index equal the last `size` - 1 tokens of the sequence. Stretches of
+        1, 2, 4, ... tokens are numbered, and equal stretches get equal numbers. Two stretches, which may overlap, cover
+        `size` - 1 tokens, so the cost grows with the logarithm of `size`."""
         width = text.shape[1]
         num_before = (size - 1).clamp(0, width).unsqueeze(1)
         names = chosen = text
@@ -166,20 +168,21 @@ def count_words(processors: AnyProcessors | None) -> tuple[int, int]:
 
 
 def joined_words(texts: Mapping[int, AnyProcessors | None], num_words: int, num_pieces: int) -> dict[str, Tensor]:
-    """The words of several rows, each from a batch of one on the CPU, as tensors of one batch."""
+    """Join the words of several rows into the tensors of one batch. The processors of each row are those of a batch of
+    one, on the CPU."""
     words = torch.tensor([0, -1, 0], device="cpu").repeat(num_words, 1)
     pieces = torch.zeros(num_pieces, 3, dtype=torch.int64, device="cpu")
     biases = torch.zeros(num_words, dtype=torch.float32, device="cpu")
     word = piece = 0
     for row, own in texts.items():
-        own_words, own_pieces = count_words(own)
+        num_row_words, num_row_pieces = count_words(own)
         if isinstance(own, Processors) and own.words is not None and own.pieces is not None and own.biases is not None:
-            words[word : word + own_words] = own.words[:own_words]
-            words[word : word + own_words, 0] = row
-            biases[word : word + own_words] = own.biases[:own_words]
-            pieces[piece : piece + own_pieces] = own.pieces[:own_pieces]
-            pieces[piece : piece + own_pieces, 0] += word
-            word, piece = word + own_words, piece + own_pieces
+            words[word : word + num_row_words] = own.words[:num_row_words]
+            words[word : word + num_row_words, 0] = row
+            biases[word : word + num_row_words] = own.biases[:num_row_words]
+            pieces[piece : piece + num_row_pieces] = own.pieces[:num_row_pieces]
+            pieces[piece : piece + num_row_pieces, 0] += word
+            word, piece = word + num_row_words, piece + num_row_pieces
     return {"words": words, "biases": biases, "pieces": pieces}
 
 
@@ -189,23 +192,24 @@ def round_up(size: int, least: int) -> int:
 
 
 def _write(logits: Tensor, tokens: Tensor, values: Tensor, add: bool = False) -> None:
-    """Write values [B, n, m] into the logits [B, n, V] of tokens [B, n, m], or add them. Inductor compiles this in
-    place, where `scatter_` would copy all logits."""
+    """Write values [B, n, m] into the logits [B, n, V] of tokens [B, n, m], or add them. `index_put_` is used because
+    Inductor compiles it in place, whereas `scatter_` would copy all logits."""
     batch, places = (torch.arange(size, device=tokens.device) for size in tokens.shape[:2])
-    # `torch.where` of two numbers has torch's default dtype.
+    # Cast, because `torch.where` of two Python numbers has torch's default dtype.
     values = values.to(logits.dtype)
     logits.index_put_((batch.view(-1, 1, 1), places.view(1, -1, 1), tokens), values, accumulate=add)
 
 
 def _named(first: Tensor, second: Tensor) -> Tensor:
-    """[B, W], a number in [0, W) for each pair of numbers in [0, 2**31); equal pairs of a row have equal numbers."""
+    """Number the pairs (first, second) [B, W] of each row: equal pairs get equal numbers in [0, W). The inputs are in
+    [0, 2**31)."""
     ordered, order = (first * 2**31 + second).sort(1)
     names = torch.nn.functional.pad((ordered[:, 1:] != ordered[:, :-1]).long().cumsum(1), (1, 0))
     return torch.empty_like(names).scatter(1, order, names)
 
 
 def _behind(padding: Tensor, num_padding: Tensor, text: Tensor) -> Tensor:
-    """[B, N + W], each row's padding, then its sequence."""
+    """[B, N + W], the padding of each row followed by its sequence."""
     width = padding.shape[1]
     index = torch.arange(width + text.shape[1], device=text.device)
     is_text = index >= num_padding.unsqueeze(1)

@@ -1,5 +1,5 @@
-"""Schedules choose how many tokens the next step drafts: a constant, Hugging Face's heuristic, or what has paid so far.
-They run on the host, between two steps.
+"""Schedules choose how many tokens the next step drafts: a constant number, the number of Hugging Face's heuristic, or
+as many as have paid so far. Schedules run on the host, between two steps.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["Auto", "Constant", "Heuristic", "NextStep", "PastStep", "Schedule", 
 def as_schedule(
     schedule: str | Schedule | None, num_draft_tokens: int, limit: int | None = None, deterministic: bool = False
 ) -> Schedule:
-    """The schedule itself, or a new one: "constant" (K), "heuristic" (K at first) or "auto" (K at most); None = "auto"
-    for deterministic drafts, with two graphs in compiled steps, otherwise "constant". A ValueError for another name,
-    and for more drafts than the `limit` of the source."""
+    """Return the schedule, or make one from its name: "constant" (always K), "heuristic" (K at first) or "auto" (at
+    most K). None means "constant", or for deterministic drafts "auto" with two buckets. Raises ValueError for another
+    name, and for more drafts than the `limit` of the source."""
     if isinstance(schedule, Schedule):
         chosen = schedule
     elif schedule is None and deterministic:
-        # Every further graph takes seconds to compile.
+        # Use two buckets only, because each bucket needs a graph that takes seconds to compile.
         chosen = Auto(num_draft_tokens, buckets=(0, num_draft_tokens))
     elif schedule in (None, "constant"):
         chosen = Constant(num_draft_tokens)

@@ -1,4 +1,4 @@
-"""The schedule "auto": as many drafts as have paid so far."""
+"""The schedule "auto", which chooses as many drafts as have paid so far."""
 
 from __future__ import annotations
 
@@ -12,51 +12,55 @@ from ..checks import check_int
 from .base import NextStep, PastStep, Schedule, buckets_up_to
 from .costs import DRAFT_COST, StepCosts
 
-# Drafts may lose LOST_SHARE of a batch's steps, but at most LOAN steps + LATER_SHARE of the steps so far.
+# Drafts may lose a limited time in a batch, measured in steps: LOST_SHARE of all steps of the batch, but at most LOAN +
+# LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# Drafts may lose earlier gains again, up to this many steps.
+# Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
-# Drafts may also lose what they were allowed to lose in earlier batches and did not: FIRST_RESERVE steps before the
-# first batch, at most LARGEST_RESERVE.
+# The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose it too. It begins
+# with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
 FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
-# Looked-up drafts: PRIORS[n] is the prior chance that a draft is right after a match of n tokens, with the weight of
-# WEIGHT drafts. Earlier drafts decay by MEMORY with each draft.
+# For looked-up drafts, PRIORS[n] is the prior probability that a draft is right after a match of n tokens. The prior
+# weighs as much as WEIGHT drafts. The weight of earlier drafts decays by MEMORY with each draft.
 LONGEST = 20
 PRIORS = [0.1, 0.1, *(min(0.95, 0.4 + 0.08 * (length - 2)) for length in range(2, LONGEST + 1))]
 WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
-# The prior of a new sequence, with the weight of PATIENCE drafts: its looked-up drafts have CAUTION times the odds
-# above.
+# In a new sequence, the odds that a looked-up draft is right are multiplied by CAUTION. This prior weighs as much as
+# PATIENCE drafts of the sequence.
 PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
-# Other drafts: the prior chance that a draft is right, and its weight in drafts.
+# For other drafts: the prior probability that a draft is right, and the weight of this prior, in drafts.
 CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
 PATIENCE_OF_OTHERS, MEMORY_OF_OTHERS = 8.0, 0.5 ** (1 / 50)
 MOST_CERTAIN, LEAST_CHANCE = 0.98, 0.01
-# Drafts that did not pay are tried again after this many steps without drafts: doubled each time, up to the second
-# number.
+# Drafts that did not pay are tried again after TRY_AFTER steps without drafts. The number doubles with each try, up to
+# TRY_AFTER_AT_MOST.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
 
 
 class Auto(Schedule):
-    """From 0 to K drafts for each sequence and step, as many as pay according to measurements.
+    """Chooses 0 to K drafts for each sequence and step: as many as pay, according to measurements.
 
-    `StepCosts` learns the cost of drafts. The chance that a draft is right is learned from earlier drafts: for
-    looked-up drafts by match length and place in the step, for others by sequence. New tokens show whether looked-up
-    drafts were right, even if they were not verified; other drafts are tried now and then.
+    `StepCosts` learns the cost of drafts. The schedule also learns from earlier drafts the probability that a draft is
+    right: for looked-up drafts by match length and place in the step, for other drafts by sequence. New tokens show
+    whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
 
-    If no sequence waits for another (sessions, `generate_many`), an accepted draft saves its share of a step. A batch
-    that is not refilled ends with its slowest row. There, drafts are worth what they save the rows that end last, and
-    less in larger batches, whose slowest row has worse luck.
+    If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
+    step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
+    drafts save less in larger batches, where the slowest row falls further below the mean by chance.
 
-    After every step the schedule knows how much time drafts have lost so far, compared with decoding without drafts. A
-    step may have drafts only if this loss would stay below 1.65 % of the batch (of its limit, if it ends early) with
-    all of them wrong. A batch may also lose what earlier batches were allowed to lose and did not, up to two steps, and
-    what drafts gained in them, up to four steps more. A step that takes longer than expected may exceed the bound once.
+    After every step the schedule estimates how much time drafts have lost so far, compared with decoding without
+    drafts. A step may have drafts only if this loss would stay below 1.65 % of the batch's time even if all of these
+    drafts are wrong. If the batch ends early, the bound is 1.65 % of the time to its limit. Earlier batches may have
+    lost less than they were allowed to lose; a batch may lose this time too, up to two steps. A batch may also lose
+    time that drafts have gained in earlier batches, up to four steps. A step that takes longer than expected may exceed
+    the bound once.
 
-    Costs and chances are kept from batch to batch, except those of single sequences.
+    Costs and probabilities are kept from batch to batch, except the probabilities of single sequences.
 
     Args:
-        num_draft_tokens: K >= 1, the most drafts of a row.
-        buckets: for compiled steps, from 0 to K; None = 0, 1, 2, 3, 5, 8, 12, 20 up to K, and K.
+        num_draft_tokens: the largest number of drafts of a row, K >= 1.
+        buckets: the values of K of compiled steps, from 0 to K; None = 0, 1, 2, 3, 5, 8, 12, 20 as far as they are
+            below K, and K.
 
     Examples:
         >>> from dataclasses import replace
@@ -71,13 +75,13 @@ class Auto(Schedule):
 
     def __init__(self, num_draft_tokens: int = 10, buckets: Sequence[int] | None = None) -> None:
         num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 1)
-        given = (0, *buckets_up_to(num_draft_tokens)) if buckets is None else buckets
-        self.buckets = tuple(check_int("buckets", each, 0) for each in given)
+        numbers = (0, *buckets_up_to(num_draft_tokens)) if buckets is None else buckets
+        self.buckets = tuple(check_int("buckets", number, 0) for number in numbers)
         if tuple(sorted({0, num_draft_tokens, *self.buckets})) != self.buckets:
             raise ValueError(f"buckets: expected ascending numbers from 0 to {num_draft_tokens}, got {self.buckets}")
-        # By number of rows and whether steps are compiled.
+        # The costs for each number of rows, separately for eager and compiled steps.
         self._costs: dict[tuple[int, bool], StepCosts] = {}
-        # Looked-up drafts, by match length + place in the step.
+        # Counts of looked-up drafts, by match length + place in the step.
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(CHANCE_OF_OTHERS * WEIGHT_OF_OTHERS, WEIGHT_OF_OTHERS)
@@ -86,12 +90,13 @@ class Auto(Schedule):
 
     def reset(self) -> None:
         self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE + MOST_SAVED)
-        # What drafts have gained, in steps without drafts; the steps so far; the reserve when the batch began.
+        # `_account` is the time that drafts have gained so far, in units of a step without drafts. `_elapsed` is the
+        # number of steps. `_reserved` is the reserve when the batch began.
         self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
         self._num_undrafted, self._try_after = 0, TRY_AFTER
-        # A step with drafts before costs were known, and its assumed cost.
+        # A step with drafts that ran before costs were known, and the cost that was assumed for it.
         self._unjudged: tuple[PastStep, float] | None = None
-        # The sequences whose drafts did not pay when they were last planned.
+        # The sequences of the last plan, if it found that their drafts do not pay.
         self._declined: list[int] | None = None
         self._sequences: dict[int, _Share] = {}
         for costs in self._costs.values():
@@ -108,18 +113,20 @@ class Auto(Schedule):
         rooms = step.at_most(self.buckets[-1])
         steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        # A batch that lost more than its share, because it ended before its limit, leaves a debt.
+        # `purse` is the time that drafts may lose in this step, in steps. An earlier batch that ended before its limit
+        # may have lost more than its share. The reserve is negative then, and this batch pays the debt.
         purse = self._account + max(allowance + min(self._reserved, 0.0), self._reserved)
         if not any(rooms) or purse <= 0:
             return nothing
         if step.asks_again and step.offered is None:
             return rooms
-        # The first step has drafts before costs are known: the draft has read all tokens there.
+        # The first step may have drafts although costs are unknown, because the draft has just read the prompts and
+        # need not catch up.
         is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
         if not costs.are_known and not is_first:
             return nothing
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
-        # Steps without drafts teach nothing about drafts that are not looked up.
+        # Plan no drafts before the next try is due: steps without drafts teach nothing about the drafts of a model.
         if is_declined and not step.asks_again and not is_due:
             return nothing
         self._sequences = {text: self._sequences.get(text) or _Share() for text in step.texts}
@@ -136,8 +143,8 @@ class Auto(Schedule):
     def _best(
         self, step: NextStep, costs: StepCosts, reached: list[list[float]], purse: float, is_trial: bool = False
     ) -> list[int]:
-        """The counts with the largest expected gain whose risk fits into the purse. All 0 if none gains, except in a
-        trial."""
+        """The numbers of drafts with the largest expected gain whose risk fits into the purse. All numbers are 0 if no
+        choice gains, except in a trial."""
         num_texts, buckets, left = len(reached), self.buckets, max(step.left)
         plain, base, per_token = _without_drafts(step, costs)
         shares, saved = self._savings(step, reached, base, per_token)
@@ -148,7 +155,8 @@ class Auto(Schedule):
         room = plain * buckets[-1] if step.is_compiled or step.reads_prompts else costs.room(purse)
         is_behind = not step.looks_up and self._num_undrafted > 0
         catching_up = costs.of_drafting(1) if is_behind else 0.0
-        # Compiled steps read the same number of drafts for all rows, whether they pay or not.
+        # Compiled steps read the same number of drafts for all rows, so leaving out a single draft that does not pay
+        # saves nothing.
         least = -math.inf if step.is_compiled or is_trial else per_token
         offers: list[tuple[float, int, int]] = []
         choices: list[_Choice] = []
@@ -167,18 +175,20 @@ class Auto(Schedule):
                 luck.add(index, place, reached[index][place])
             offers, before = offers + more, level
             read = plain * (1 + level) if step.is_compiled else plain + (0 if step.reads_prompts else len(offers))
-            # Looked-up drafts are already proposed.
+            # Looked-up drafts are already proposed here, so proposing costs nothing more.
             num_proposed = 0 if step.looks_up else level
             gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / left
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
                 choices.append(_Choice(gain, risk, level, len(offers)))
-            # The gain rises and falls once, but where captured times have steps.
+            # The gain rises, then falls, so stop at the first fall. The measured times of captured steps may jump, so
+            # try all levels of compiled steps.
             if choices and gain < choices[-1].gain and not step.is_compiled:
                 break
         if not choices:
             return [0] * num_texts
-        # If possible, the purse survives bad luck in one step, so that drafting continues.
+        # Prefer choices that use at most half of the purse, so that drafting can continue if all drafts of this step
+        # are wrong.
         safe = [choice for choice in choices if 2 * choice.risk <= purse]
         *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
         if step.is_compiled:
@@ -220,14 +230,14 @@ class Auto(Schedule):
                     share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
 
     def _cost(self, step: PastStep, costs: StepCosts) -> float:
-        """The cost of a step's drafts, in steps without drafts."""
+        """The cost of a step's drafts, in units of a step without drafts."""
         plain, read = self._tokens_read(step)
         drafting = step.caught_up * costs.of_drafting(1)
         return drafting + costs.extra(plain, read if step.seconds else plain, step.num_draft_tokens)
 
     @staticmethod
     def _tokens_read(step: PastStep) -> tuple[int, int]:
-        """The tokens that the target reads in a step without drafts, and in this one."""
+        """The number of tokens that the target reads in a step without drafts, and the number in this step."""
         plain = _num_read(step.planned)
         return plain, plain + (plain * step.num_draft_tokens if step.planned.is_compiled else sum(step.proposed))
 
@@ -236,7 +246,7 @@ class Auto(Schedule):
         self._reserve.num_steps += gain
 
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
-        """The time that a step's accepted drafts saved, in steps without drafts."""
+        """The time that a step's accepted drafts saved, in units of a step without drafts."""
         plain, base, per_token = _without_drafts(step, costs)
         if step.is_refilled:
             return base * sum(accepted) / len(accepted)
@@ -244,7 +254,7 @@ class Auto(Schedule):
         return (base - per_token * plain) * (max(step.left) - after) + per_token * sum(accepted)
 
     def _judge(self, step: NextStep, known: Sequence[int], right: Sequence[int]) -> None:
-        """Learn from looked-up drafts, up to the first that is wrong."""
+        """Learn from the looked-up drafts of a step, up to the first wrong draft."""
         matches = step.matches or [0] * len(known)
         for text, match, num_known, num_right in zip(step.texts, matches, known, right, strict=True):
             sequence = self._sequences.get(text)
@@ -257,7 +267,7 @@ class Auto(Schedule):
                 self._chance_after[length] = (share.right + WEIGHT * PRIORS[length]) / (share.expected + WEIGHT)
 
     def _chances(self, step: NextStep, rooms: Sequence[int]) -> list[list[float]]:
-        """For each sequence and draft, the chance that the draft and all before it are right."""
+        """For each sequence and draft, the probability that this draft and all drafts before it are right."""
         reached, pooled = [], self._others.right / self._others.expected
         for index, (room, sequence) in enumerate(zip(rooms, self._sequences.values(), strict=True)):
             if not step.asks_again:
@@ -279,17 +289,17 @@ class Auto(Schedule):
     def _savings(
         self, step: NextStep, reached: list[list[float]], base: float, per_token: float
     ) -> tuple[list[float], list[float]]:
-        """Per sequence: how much of the batch's end depends on it, and what an accepted draft saves, in steps without
-        drafts."""
+        """Two numbers for each sequence: its weight in the time at which the batch ends, and the time that an accepted
+        draft saves. The unit is a step without drafts."""
         num_texts = len(reached)
         if step.is_refilled or num_texts == 1:
             return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
         steps = [left / (1 + sum(chances)) for left, chances in zip(step.left, reached, strict=True)]
         last = max(steps)
-        # A sequence that ends before the last one even without drafts saves nothing.
+        # Drafts of a sequence save nothing if it ends before the slowest sequence even without drafts.
         weights = [
-            math.exp(-8 * (1 - own / last)) if left > last or own == last else 0.0
-            for own, left in zip(steps, step.left, strict=True)
+            math.exp(-8 * (1 - num_steps / last)) if left > last or num_steps == last else 0.0
+            for num_steps, left in zip(steps, step.left, strict=True)
         ]
         whole = sum(weights)
         shares = [weight / whole for weight in weights]
@@ -304,19 +314,20 @@ class Auto(Schedule):
 
 
 def _num_read(step: NextStep) -> int:
-    """The rows that the target reads: compiled steps also read those that have ended."""
+    """The number of rows that the target reads. Compiled steps also read rows that have ended."""
     return step.num_rows if step.is_compiled else len(step.texts)
 
 
 def _without_drafts(step: NextStep, costs: StepCosts) -> tuple[int, float, float]:
-    """Of a step without drafts: the tokens that it reads, its cost, and what it costs less with one row less."""
+    """For a step without drafts: the number of tokens that it reads, its cost, and the cost that one row less saves."""
     num_read = _num_read(step)
     return num_read, costs.of(num_read), 0.0 if step.is_compiled else costs.slope
 
 
 @dataclass
 class _Share:
-    """How many drafts were right, and how many there were or should have been right; newer drafts count more."""
+    """The number of drafts that were right, and the number with which it is compared: all drafts, or those that were
+    expected to be right. Newer drafts weigh more."""
 
     right: float = 0.0
     expected: float = 0.0
@@ -328,13 +339,13 @@ class _Share:
 
 @dataclass
 class _Reserve:
-    """What drafts may still lose over all batches, in steps."""
+    """The time that drafts may still lose over all batches, in steps. All copies of a schedule share this object."""
 
     num_steps: float = FIRST_RESERVE
 
 
 class _Choice(NamedTuple):
-    """A candidate plan: verify the first `num_offers` offers, up to `level` drafts per row.
+    """A candidate plan: verify the first `num_offers` of the drafts on offer, at most `level` per row.
 
     Args:
         gain: the expected gain, in steps.
@@ -348,15 +359,15 @@ class _Choice(NamedTuple):
 
 
 class _Luck:
-    """How far chance lets the slowest sequence of a batch fall behind the mean.
+    """Estimates how far the slowest sequence of a batch falls below the mean by chance.
 
-    Over S steps the accepted drafts of a sequence have the variance S v, so the slowest of n falls z(n) sqrt(S v)
-    drafts behind: z sqrt(v / S) per step. z(n) = sqrt(2 ln n) - 0.55 is the mean of the largest of n standard normals,
-    within 0.08 from n = 2 to 64.
+    Over S steps the number of accepted drafts of a sequence has the variance S v. So the slowest of n sequences is z(n)
+    sqrt(S v) drafts below the mean, or z sqrt(v / S) drafts per step. Here z(n) is the mean of the largest of n
+    standard normals: about sqrt(2 ln n) - 0.55, within 0.08 from n = 2 to 64.
 
     Args:
-        shares: how much of the batch's end depends on each sequence; 1 / the sum of their squares is n.
-        left: the tokens to the end of the longest; 0 = no sequence waits for another.
+        shares: the weight of each sequence in the time at which the batch ends; n is 1 / the sum of their squares.
+        left: the number of tokens until the end of the longest sequence; 0 = no sequence waits for another.
     """
 
     def __init__(self, shares: Sequence[float], left: int) -> None:
@@ -368,7 +379,7 @@ class _Luck:
         self._mean = self._variance = 0.0
 
     def add(self, index: int, place: int, reached: float) -> None:
-        """One more draft, `place` drafts after the first, which is accepted with this chance."""
+        """Add a draft that comes `place` drafts after the first and is accepted with probability `reached`."""
         share, mean = self._shares[index], self._means[index]
         self._variance += share * reached * (2 * place + 1 - 2 * mean - reached)
         self._means[index] = mean + reached
@@ -376,7 +387,7 @@ class _Luck:
 
     @property
     def loss(self) -> float:
-        """How far the slowest sequence falls behind the mean, in drafts per step."""
+        """How far the slowest sequence is below the mean, in drafts per step."""
         if not self.matters:
             return 0.0
         return self._z * math.sqrt(max(self._variance, 0.0) * (1 + self._mean) / self._left)

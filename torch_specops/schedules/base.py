@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-# Each value needs a separate compiled graph, so there are few, dense where one draft matters most.
+# Each value of K needs a compiled graph, so there are few values. They are dense where one more draft matters most.
 BUCKETS = (1, 2, 3, 5, 8, 12, 20)
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """The next step, to be planned. Lists have an entry for each unfinished sequence.
+    """The next step, as `Schedule.plan` gets it. Lists have an entry for each unfinished sequence.
 
     Args:
-        texts: an identifier of each sequence, the same in all of its steps.
-        rooms: the most drafts that each can use.
-        left: tokens until each sequence's limit.
-        num_rows: B, finished rows included.
-        is_compiled: True = a compiled step: all rows get the largest planned number, rounded to a bucket.
-        is_refilled: True = finished rows get new sequences, so that no sequence waits for another.
-        looks_up: True = drafts cost no forward.
-        asks_again: True = all planned drafts are looked up, and the step is planned again with the drafts found.
-        reads_prompts: True = the target reads the prompts in this step, which is not timed.
-        offered: how many drafts were found for each sequence; None = not known yet.
+        texts: an identifier of each sequence, which is the same in all of its steps.
+        rooms: the largest number of drafts that each sequence can use.
+        left: the number of tokens until the limit of each sequence.
+        num_rows: the number of rows, finished rows included.
+        is_compiled: whether the step is compiled. If so, all rows get the largest planned number, rounded to a bucket.
+        is_refilled: whether finished rows get new sequences, so that no sequence waits for another.
+        looks_up: whether drafts are looked up in tokens, so that they cost no forward.
+        asks_again: whether the planned drafts are looked up, and `plan` is then called again with `offered`.
+        reads_prompts: whether the target also reads the prompts in this step. A step that reads prompts is not timed.
+        offered: the number of drafts found for each sequence; None = not known yet.
         matches: the match length of each sequence's drafts (`Draft.matches`); None = not known.
     """
 
@@ -52,16 +52,17 @@ class PastStep:
     """The result of a step. Lists have an entry for each sequence of the step.
 
     Args:
-        planned: the step as the schedule last planned it.
+        planned: the argument of the last call of `plan` for this step.
         num_draft_tokens: the largest number of drafts proposed for a row.
-        proposed: how many drafts of each sequence were verified; empty = a compiled step was timed without sequences.
-        accepted: how many of these were accepted.
-        known: how many looked-up drafts the new tokens show to be right or wrong, verified or not; None = new tokens do
-            not judge drafts.
-        right: how many of these were right, up to the first that was wrong.
-        seconds: the time of reading and verifying; None = not measured.
+        proposed: the number of verified drafts of each sequence; empty = a compiled step was only timed, and no
+            sequence took part.
+        accepted: the number of accepted drafts of each sequence.
+        known: the number of looked-up drafts, verified or not, that can be compared with the new tokens; None = there
+            are no such drafts.
+        right: the number of these drafts that were right, up to the first wrong draft.
+        seconds: the time in which the target read and verified the drafts; None = not measured.
         draft_seconds: the time of proposing, if `seconds` does not include it.
-        caught_up: the draft also read the tokens of earlier steps without drafts, in one more forward.
+        caught_up: whether the draft also read the tokens of earlier steps without drafts, in one more forward.
     """
 
     planned: NextStep
@@ -80,7 +81,7 @@ class Schedule(ABC):
 
     Attributes:
         buckets: the values of K that compiled steps have, ascending, each with a separate graph. A compiled step rounds
-            other values down to a bucket, or up to the smallest bucket. No planned value exceeds the largest.
+            other values down to a bucket, or up to the smallest bucket. No planned value exceeds the largest bucket.
     """
 
     buckets: tuple[int, ...]
@@ -89,23 +90,24 @@ class Schedule(ABC):
     def plan(self, step: NextStep) -> Sequence[int]:
         """The number of drafts of each sequence, at most its room and the drafts offered.
 
-        If drafts are sampled, it may depend only on earlier steps, never on the drafts of this step.
+        If drafts are sampled, the numbers may depend only on earlier steps, never on the drafts of this step.
         """
 
     @abstractmethod
     def learn(self, step: PastStep) -> None:
-        """Called once per step. A loop that never waits reports each step one step late."""
+        """Learn from a step. Called once per step; on CUDA each step is reported one step late."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forget the state of single sequences. Called when a batch begins."""
 
     def begin(self) -> Schedule:
-        """The schedule for a new batch: a shallow copy after `reset`, because batches may take turns. Objects changed
-        in place are shared between batches; assigned attributes are not."""
-        own = copy(self)
-        own.reset()
-        return own
+        """Return the schedule of a new batch: a shallow copy of this one, after `reset`. Each batch has a copy, because
+        batches may take turns. The copies share objects that are changed in place, but not attributes that are
+        assigned."""
+        fresh = copy(self)
+        fresh.reset()
+        return fresh
 
 
 def buckets_up_to(maximum: int) -> tuple[int, ...]:

@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from collections import deque
 
-# The unit is the fastest of this many newest steps without drafts, because other work only makes a step slower.
+# The unit of cost is the fastest of this many recent steps without drafts. The minimum is best, because other programs
+# can only make a step slower.
 NUM_UNITS = 4
 # After this many steps with drafts, steps without drafts are timed again.
 STALE_AFTER = 64
 # The weight of a step decays by this factor with each later step.
 MEMORY = 63 / 64
-# Fewer steps with drafts are few (`are_few`).
+# `are_few` is True for fewer steps with drafts than this.
 FEW_STEPS = 4
-# The weight of a step that is slower than expected, because other work may be the reason.
+# The weight of a step that is slower than expected. It is low, because another program may be the reason.
 WEIGHT_OF_SLOW_STEPS = 0.25
 # The cost of one step is capped at this multiple of the expected cost.
 LARGEST_SURPRISE = 2.0
-# Assumed before any step with drafts: the fixed cost of a forward, in tokens, and the cost of a draft, in steps.
+# Assumed before the first step with drafts: the fixed cost of a forward, in tokens, and the cost of a draft, in steps.
 FIXED_TOKENS, DRAFT_COST = 32, 0.25
-# The weight of the prior at 0 in the fit, in steps.
+# The fit begins with a prior of no additional cost, which weighs as much as this many steps.
 PRIOR_STEPS = 0.1
-# The number of drafting times kept for each number of drafts.
+# The newest times of proposing are kept: this many for each number of drafts.
 NUM_DRAFTINGS = 8
 
 
 class StepCosts:
-    """The cost of steps of a batch with B rows. The unit is a recent step of B tokens without drafts.
+    """The cost of steps of a batch with B rows. The unit of cost is a recent step without drafts, which reads B tokens.
 
-    A step that reads n tokens takes 1 + slope * (n - B), and `jump` more if any of them is a draft: kernels for several
-    tokens per row may differ from those for a single token. Both are fitted by least squares. The times of captured
-    steps are exact.
+    A step that reads n tokens costs 1 + slope * (n - B). If it reads drafts it costs `jump` more, because kernels for
+    several tokens per row may differ from kernels for a single token. `slope` and `jump` are fitted by least squares.
+    Captured steps need no fit, because their times are exact.
 
     Args:
-        num_rows: B.
-        draft_cost: the cost of proposing a draft per row, in units, until it is timed.
+        num_rows: the number of rows, B.
+        draft_cost: the assumed cost of proposing a draft per row, until it is timed.
 
     Attributes:
-        jump: >= 0.
-        slope: from 0 to 1 / B.
-        most_drafts: the most drafts in a step so far.
+        jump: >= 0, in units.
+        slope: from 0 to 1 / B, in units per token.
+        most_drafts: the largest number of drafts in a step so far.
     """
 
     def __init__(self, num_rows: int, draft_cost: float) -> None:
@@ -49,35 +50,35 @@ class StepCosts:
         self._num_plain = self._num_since_plain = 0
         self._units_are_old = False
         self._exact: dict[int, float] = {}
-        # Weighted sums, over steps with drafts, of 1, x, x * x, y and x * y: x = (n - B) / B, y = the cost beyond 1.
+        # Weighted sums of 1, x, x * x, y and x * y over steps with drafts, where x = (n - B) / B and y = cost - 1.
         self._sums = [0.0] * 5
         self._draftings: dict[int, deque[float]] = {}
-        # The cost of proposing, by number of drafts.
+        # Pairs (number of drafts, cost of proposing them), in ascending order.
         self._points: list[tuple[int, float]] = []
-        # Times that were measured before there was a unit.
+        # Times that were measured before the unit of cost. The times wait here until there is a unit.
         self._first_drafting: tuple[int, float] | None = None
         self._first_step: tuple[int, int, float] | None = None
 
     @property
     def are_known(self) -> bool:
-        """True = two recent steps without drafts were timed, because one alone may have been slow; or steps are
-        captured."""
+        """True = steps are captured, or two recent steps without drafts were timed. One step is not enough, because it
+        may have been slow by chance."""
         return self.are_exact or (bool(self._units) and self._num_plain > 1 and self._num_since_plain < STALE_AFTER)
 
     @property
     def are_few(self) -> bool:
-        """True = few steps with drafts were timed."""
+        """True = only few steps with drafts were timed."""
         return self._sums[0] < FEW_STEPS
 
     def begin(self) -> None:
-        """Begin another batch, whose steps may be slower or faster. The old unit serves until a step without drafts is
+        """Begin another batch, whose steps may be slower or faster. The old unit is used until a step without drafts is
         timed."""
         self._units_are_old = True
         self._num_since_plain = max(self._num_since_plain, STALE_AFTER // 2)
 
     def room(self, purse: float) -> int:
-        """The most drafts that the next step may read. Numbers beyond the largest so far are approached gradually, and
-        may cost no more than the purse."""
+        """The largest number of drafts that the next step may read. The number grows gradually, and the drafts beyond
+        the largest number so far must cost no more than `purse`, the time that drafts may lose."""
         more = min(self._next_most, int(purse / self._most_each))
         return max(more, self.most_drafts, 1)
 
@@ -85,16 +86,17 @@ class StepCosts:
     def _next_most(self) -> int:
         if self.most_drafts > 0:
             return 3 * self.most_drafts + max(self._num_rows // 8, 1)
-        # Reading the first drafts may cost as much as proposing them.
+        # No drafts were read so far. Allow as many as are expected to cost no more to read than one draft per row costs
+        # to propose.
         return max(self._num_rows // 8, int(self.of_drafting(1) / self._first_slope), 1)
 
     @property
     def _most_each(self) -> float:
-        """An upper estimate of the cost per draft in a step with more drafts than any so far."""
+        """An upper estimate of the cost per draft in a step with more drafts than any step so far."""
         return max(self.jump / self.most_drafts + self.slope if self.most_drafts > 0 else 0.0, self._first_slope)
 
     def of(self, num_rows: int) -> float:
-        """The cost of a step without drafts, with this many rows left."""
+        """The cost of a step without drafts if `num_rows` rows are unfinished."""
         return 1 + self.slope * (num_rows - self._num_rows)
 
     @property
@@ -103,14 +105,14 @@ class StepCosts:
         return bool(self._exact)
 
     def extra(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
-        """The cost of a step that reads `tokens`, beyond one without drafts, with proposing this many drafts per
-        row."""
+        """The additional cost of a step that reads `tokens` tokens and proposes `num_draft_tokens` drafts per row,
+        compared with a step without drafts."""
         if self._exact:
             return self._between_exact(tokens)
         return self._verifying(tokens - num_rows) + self.of_drafting(num_draft_tokens)
 
     def risk(self, num_rows: int, tokens: int, num_draft_tokens: int) -> float:
-        """An upper estimate of `extra` for a step that reads more drafts than any so far."""
+        """An upper estimate of `extra` for a step that reads more drafts than any step so far."""
         num_drafts = tokens - num_rows
         if self._exact or num_drafts <= self.most_drafts:
             return self.extra(num_rows, tokens, num_draft_tokens)
@@ -121,8 +123,8 @@ class StepCosts:
         return self.jump + self.slope * num_drafts if num_drafts > 0 else 0.0
 
     def of_drafting(self, count: int) -> float:
-        """The cost of proposing this many drafts per row, interpolated between timed numbers, and extrapolated beyond
-        the last."""
+        """The cost of proposing `count` drafts per row. The cost is interpolated between the timed numbers of drafts,
+        and extrapolated beyond the largest."""
         if not self._points:
             return self._draft_cost * count
         low, first = 0, 0.0
@@ -156,28 +158,30 @@ class StepCosts:
         if not self._units:
             self._first_step = num_rows, tokens, seconds
             return
-        # A compiled step may jump to many drafts, each of which may cost as much as a single token.
+        # A compiled step may have far more drafts than any step before, so let its cost be proportional to the tokens
+        # that it reads.
         most = LARGEST_SURPRISE * expected
         if num_drafts > self._next_most:
             most = max(most, tokens / num_rows)
         self.most_drafts = max(self.most_drafts, num_drafts)
         if self._units_are_old:
-            # Steps may have become faster. Whether they have become slower, a step without drafts shows.
+            # A step with drafts can show that steps have become faster. Only a step without drafts can show that they
+            # have become slower.
             self._units = deque([min(max(self._units), seconds / expected)], maxlen=NUM_UNITS)
         cost = min(seconds / min(self._units), most)
         weight = 1.0 if cost <= expected else WEIGHT_OF_SLOW_STEPS
         self._fit(tokens / self._num_rows - 1, cost - 1, weight)
 
     def add_captured(self, tokens: int, seconds: float, *, is_plain: bool) -> None:
-        """Add a captured step that was timed alone."""
+        """Add a captured step that was timed before any row ran it."""
         if is_plain:
             self._units.extend([seconds] * NUM_UNITS)
         if self._units:
             self._exact[tokens] = seconds / min(self._units)
 
     def _between_exact(self, tokens: int) -> float:
-        """The cost beyond a step without drafts, interpolated between timed steps. Beyond the largest it is assumed
-        constant, because a step is timed before it runs."""
+        """The additional cost of a captured step, interpolated between timed steps. Beyond the largest timed step it is
+        assumed constant, because every step is timed before it runs."""
         (low, first), *points = sorted(self._exact.items())
         for high, last in points:
             if tokens <= high:

@@ -1,4 +1,4 @@
-"""Schedules that use no times: a constant, and Hugging Face's rule."""
+"""Schedules that measure no times: a constant number of drafts, and Hugging Face's rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Constant(Schedule):
     """The same K in every step.
 
     Args:
-        num_draft_tokens: K >= 0.
+        num_draft_tokens: the number of drafts, K >= 0.
 
     Examples:
         >>> from torch_specops.schedules import Constant, NextStep
@@ -35,14 +35,13 @@ class Heuristic(Schedule):
     """Hugging Face's rule, which Wagner et al. 2024 (arXiv 2406.11016) use too: 2 more drafts when every draft was
     accepted, otherwise 1 fewer, at least 1.
 
-    In a batch, all drafts of all rows must be accepted; a step without drafts changes nothing. Eager steps have any K
-    up to `maximum`. Compiled steps need a graph for each K, and have the largest of 1, 2, 3, 5, 8, 12, 20 that does not
-    exceed the rule's value. Every batch starts again from `num_draft_tokens`, like "heuristic_transient" of
-    transformers.
+    In a batch, K grows only if all drafts of all rows were accepted. A step without drafts changes nothing. Eager steps
+    have any K up to `maximum`. Compiled steps need a graph for each K, so the rule's value is rounded down to 1, 2, 3,
+    5, 8, 12 or 20. Every batch starts again from `num_draft_tokens`, like "heuristic_transient" of transformers.
 
     Args:
         num_draft_tokens: the first K, from 1 to `maximum`.
-        maximum: the largest K; Hugging Face has none.
+        maximum: the largest K. Hugging Face's rule has no maximum.
     """
 
     def __init__(self, num_draft_tokens: int = 5, maximum: int = 20) -> None:

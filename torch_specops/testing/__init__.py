@@ -1,9 +1,12 @@
-"""Is a decoding loop lossless? `check_lossless` runs it many times and compares its tokens with the target's law;
-`check_engine` does the same for an engine, at each of its sampling settings. Is a verify op right? `sample_inputs`
-yields test calls, `compare` compares the results with the float64 oracle, and `verify_with_mistake` has mistakes that a
-test must find.
+"""Tests for decoding loops, engines and verify ops.
 
-docs/testing.md explains their use and their numbers.
+`check_lossless` tests whether a decoding loop is lossless: it runs the loop many times, and compares the tokens with
+the target's distribution. `check_engine` does the same for an engine, at each of its sampling settings.
+
+For a verify op, `sample_inputs` yields test calls, and `compare` compares the results with the float64 oracle.
+`verify_with_mistake` contains mistakes that a test must detect.
+
+docs/testing.md explains how to use these functions and how to read their numbers.
 """
 
 from .cases import Case, sample_inputs

@@ -1,4 +1,5 @@
-"""The cases that every backend is tested on: a table of options, and functions that make the arguments of a call."""
+"""The cases that every backend is tested on: a table of options, and functions that create the arguments of a call from
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from . import edits
 BELOW_ONE = 1.0 - 2.0**-24
 BELOW_ONE_FLOAT64 = 1.0 - 2.0**-53
 INF, NAN = math.inf, math.nan
-# The defaults of a case.
+# The batch size and the number of drafts of a case that does not set them.
 BATCH, NUM_DRAFTS = 6, 3
 
 ROWS = ("temperature", "top_k", "top_p", "min_p")
@@ -31,7 +32,7 @@ Options = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """One call of an op: `getattr(torch_specops, case.op)(**case.args)`. In cases named "tie_..", rounding may decide
-    the result; in cases named "exact_.." it never does."""
+    the result; in cases named "exact_..", it never does."""
 
     name: str
     op: str
@@ -39,7 +40,7 @@ class Case:
 
     @cached_property
     def expected(self) -> tuple[Tensor, ...]:
-        """The oracle's result."""
+        """The result of the oracle for this call."""
         return oracle(self.op, on_cpu(self.args))
 
 
@@ -62,24 +63,24 @@ def sample_inputs(
     max_rows: int | None = None,
     max_drafts: int | None = None,
 ) -> Iterator[Case]:
-    """The cases every backend is tested on; the same numbers on every device.
+    """Yield the cases that every backend is tested on, with the same numbers on every device.
 
     Args:
         op: "verify_exact", "verify_block", "verify_sigmoid", "verify_gumbel", "sample", "sample_gumbel" or
             "filter_logits".
-        device: the device of the tensors, which keep their strides.
-        vocab_sizes: every case is built once per size.
-        seed: another seed gives other numbers, not other kinds of cases.
-        names: only these cases; None = all. The name of a `Case` is one of these plus the vocabulary: "k3-V17".
-        max_rows, max_drafts: limits of the batch and of the drafts, for a large vocabulary; they change the random
-            numbers.
+        device: the device of the tensors; moving a tensor there does not change its strides.
+        vocab_sizes: every case is created once for each size.
+        seed: the seed of the random numbers. The kinds of cases do not depend on it.
+        names: the cases to yield; None = all. The name of a `Case` is such a name plus the vocabulary size: "k3-V17".
+        max_rows, max_drafts: limits for the batch size and the number of drafts, useful for a large vocabulary. They
+            change the random numbers.
 
     Yields:
-        Cases of 0 to 8 rows. Drafts are sampled from the draft's distribution unless the case says otherwise. In
-            `verify_gumbel`, four in five drafts equal the oracle's draw.
+        Cases with 0 to 16 rows. Drafts are sampled from the draft's distribution unless the options of the case change
+        them. In cases of `verify_gumbel`, four in five drafts equal the token that the oracle draws.
 
     Raises:
-        ValueError: an op without cases.
+        ValueError: there are no cases for the op.
 
     Examples:
         >>> import torch_specops
@@ -94,21 +95,21 @@ def sample_inputs(
         options = dict(CASES[name])
         for key, default, limit in (("batch", BATCH, max_rows), ("num_drafts", NUM_DRAFTS, max_drafts)):
             options[key] = min(options.get(key, default), limit or math.inf)
-        # Each case has a generator, so that adding a case changes no other.
+        # Use a new generator for each case, so that adding a case does not change the numbers of others.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
         args = arguments_of(op, generator, vocab_size, options)
         yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
 
 
 def case_names(op: str) -> list[str]:
-    """The cases that use only options of the op."""
+    """The names of all cases whose options apply to the op."""
     if op not in OPTIONS:
         raise ValueError(f"op: expected one of {', '.join(OPTIONS)}, got {op!r}")
     return [name for name, options in CASES.items() if options.keys() <= OPTIONS[op]]
 
 
 def arguments_of(op: str, generator: torch.Generator, vocab_size: int, options: Options) -> dict[str, Any]:
-    """The arguments of a call with these options. Removes the layout and the scale from `options`."""
+    """Create the arguments of a call with these options. Removes the entries "layout" and "scale" from `options`."""
     layout, scale = options.pop("layout", None), options.pop("scale", None)
     if op.startswith("verify"):
         args = _verify_arguments(generator, vocab_size, **options)
@@ -147,8 +148,9 @@ def _verify_arguments(
     filter_draft: bool | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
-    """Sequences of numbers are repeated over the rows. `lse` is added to the draft's logsumexp."""
-    # Larger vocabularies get larger logits, as models have them, so that the likely tokens stay few.
+    """Create the arguments of a verify op. Options that are sequences of numbers are repeated over the rows. `lse` is
+    added to the draft's logsumexp."""
+    # Use larger logits for a larger vocabulary, so that only a few tokens are likely, as in real models.
     spread = 2.0 + math.log10(vocab_size)
     target = spread * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
     noise_rows = _cycle(noise, batch).float().view(-1, 1, 1)
@@ -165,8 +167,8 @@ def _verify_arguments(
         torch.rand(batch * num_drafts, generator=generator),
         **{key: x.repeat_interleave(num_drafts) for key, x in draft_rows.items()},
     )
-    # A row that cannot be sampled still gets a token of the vocabulary, so that it is rejected by its row and not as
-    # padding.
+    # A row without a distribution gets a random token of the vocabulary. It is then rejected because of its row; -1
+    # would be rejected as padding.
     anything = torch.randint(vocab_size, drafted.shape, generator=generator)
     draft_tokens = torch.where(drafted < 0, anything, drafted).view(batch, num_drafts)
     if tokens is not None:
@@ -189,7 +191,7 @@ def _verify_arguments(
 
 
 def _with_noise(generator: torch.Generator, args: dict[str, Any], tokens: Any) -> dict[str, Any]:
-    """The arguments of `verify_exact` -> the arguments of `verify_gumbel`."""
+    """Convert arguments of `verify_exact` to arguments of `verify_gumbel`."""
     noise, rows = _noise_arguments(generator, args), {key: args[key] for key in ROWS if key in args}
     target, drafts = args["target_logits"], args["draft_tokens"]
     for i in range(drafts.shape[1]):
@@ -201,7 +203,8 @@ def _with_noise(generator: torch.Generator, args: dict[str, Any], tokens: Any) -
 
 
 def _noise_arguments(generator: torch.Generator, args: dict[str, Any]) -> dict[str, Tensor]:
-    """Seeds and positions that use all 64 bits; the positions of one sequence cross into the upper 32 bits."""
+    """Random seeds and positions that use all 64 bits. The positions of one sequence pass 2**32, so that their upper 32
+    bits change."""
     seeds, positions = torch.randint(-(2**62), 2**62, (2, len(args["target_logits"])), generator=generator)
     positions[1:2] = 2**32 - 2
     return {"seeds": seeds, "positions": positions}
@@ -212,7 +215,7 @@ def _cycle(values: Sequence[float], count: int) -> Tensor:
 
 
 def _to_device(value: Any, device: torch.device | str) -> Any:
-    """A copy on the device with the same strides, offset and alignment, which `Tensor.to` does not keep."""
+    """Copy a tensor to the device with the same strides, offset and alignment; `Tensor.to` may change these."""
     if not isinstance(value, Tensor) or torch.device(device) == value.device:
         return value
     storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device)
@@ -222,17 +225,18 @@ def _to_device(value: Any, device: torch.device | str) -> Any:
 HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = (BFLOAT16, HALF)
 MIXED_TEMPERATURE = (0.0, 1.0, 0.7, 0.0, 1.5, 0.3)
-# alpha and beta of sigmoid cases without a scale; () for the op's defaults.
+# The values of (alpha, beta) for sigmoid cases without the option "scale"; () = the op's defaults.
 SCALES: tuple[tuple[float, ...], ...] = ((-5.0, 5.0), (), (-2.0, 7.0), (-1e4, 1e4))
-# With nearly equal scores, only uniforms close to 1 reject.
+# Uniform numbers close to 1. If all scores are nearly equal, only such numbers reject a draft.
 LATE = tuple(1.0 - 2.0 ** -(3 + i % 9) for i in range(13))
-# Each batch, of six rows or more, has rows with and without each filter.
+# With these values, each batch of six rows or more has rows with and rows without each filter.
 TOP_K = {"top_k": (1, 0, 5, 3, 10**6, 20)}
 TOP_P = {"top_p": (0.9, 0.5, 1.0, 0.0, 0.97, 2.0)}
 MIN_P = {"min_p": (0.1, 0.0, 0.5, 1.0, 0.02, -1.0)}
 ALL_FILTERS = {"top_k": (50, 0, 5, 8, 3), "top_p": (0.9, 0.6, 1.0, 0.95), "min_p": (0.0, 0.2, 0.05)}
 NO_LAW = {"top_p": (NAN, 0.9, 1.0), "min_p": (0.1, NAN, 0.0, 0.0)}
-# Added to the lse of draft rows, as if it came from other logits, another temperature or broken logits.
+# Numbers that are added to the lse of draft rows. The result is wrong as if it were computed from other logits, with
+# another temperature, or from logits with NaN.
 WRONG_LSE = (-95.0, NAN, 0.5, 95.0, INF, -0.3, -INF, 0.0, -1e3, 1e30, 2.0)
 
 CASES: dict[str, Options] = {
@@ -410,7 +414,7 @@ CASES: dict[str, Options] = {
     "far_below": {"scale": (-5.0, 5.0), "edit": edits.far_below},
 }
 
-# The options that cases of each op may have.
+# Op -> the options that its cases may have.
 ROW_OPTIONS = {"batch", "dtypes", "noise", "edit", "temperature", "layout", "uniform_dtype", "accept", "sample"}
 VERIFY_OPTIONS = ROW_OPTIONS | {"num_drafts", "tokens", "token_dtype"}
 NOISE_OPTIONS = (ROW_OPTIONS | {"filters"}) - {"uniform_dtype", "accept", "sample"}

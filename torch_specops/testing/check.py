@@ -1,4 +1,4 @@
-"""Checks of a decoding loop and of an engine: they count tokens and compare the counts with the target's
+"""Test a decoding loop or an engine: count the tokens that it emits, and compare the counts with the target's
 distribution."""
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Progress = Callable[[int, int], None]
 Call = Callable[[Tensor], Generated]
 
 MAX_OUTCOMES = 2**20
-# The most sequences that an engine's target reads at once.
+# In `check_engine`, the target reads at most this many sequences at once.
 MAX_TEXTS = 8192
-# The fields of `SamplingParams` whose law is known here.
+# The fields of `SamplingParams` that `_sampling_law` can apply.
 KNOWN = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -43,39 +43,40 @@ def check_lossless(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LosslessReport:
-    """Test whether the tokens that a decoding loop emits have the target's law: the token at each position given the
-    tokens before it, and all `num_tokens` tokens jointly, by Pearson's chi-square test.
+    """Test whether the tokens that a decoding loop emits have the target's distribution. Pearson's chi-square test is
+    applied to the token at each position, given the tokens before it, and to all `num_tokens` tokens jointly.
 
     docs/testing.md says how to choose the models and how to read the numbers. A row may emit fewer tokens, followed by
-    -1: the test of a position uses the rows that have a token there; the joint test uses all rows, completed with draws
-    from the target.
+    -1. The test of a position uses only rows that have a token there. The joint test uses all rows; missing tokens are
+    drawn from the target.
 
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
-            differ for each trial. All its random numbers must come from the seeds, by row, or for the batch by
-            `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L], L >= `num_tokens`: the
-            generated tokens without the prompt, at least 1 per row, then any negative number. To count drafts too, it
-            returns `(tokens, num_accepted, num_reached)`, the last two [N]: the drafts accepted, and the drafts
-            accepted or rejected, without those after a rejection.
-        target: the law to keep: a function from int64 sequences [N, t] to logits [N, V] of the next token (or
-            [N, t, V], of which the last is used), such as `lambda ids: model(ids).logits` for a transformers model; a
-            `MarkovModel`; or its table of logits, [V, V] or [V + 1, V] for order 1. Apply the loop's temperature and
-            filters to these logits; -inf excludes a token.
-        draft: the loop's draft, in the same form. It is not tested. With it the report shows the overlap sum min(p, q),
-            and the bias that well-known mistakes would cause.
+            differ for each trial. All its random numbers must come from the seeds: each row's from its seed, or all
+            numbers of the batch from `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L],
+            L >= `num_tokens`: the generated tokens without the prompt, at least 1 per row, then any negative number. To
+            count drafts too, it returns `(tokens, num_accepted, num_reached)`. num_accepted [N] counts accepted drafts,
+            and num_reached [N] counts accepted and rejected drafts, without the drafts after a rejection.
+        target: the model that defines the distribution to test against. It is a function from int64 sequences [N, t] to
+            logits [N, V] of the next token (or [N, t, V], of which the last is used), such as `lambda ids:
+            model(ids).logits` for a transformers model; a `MarkovModel`; or its table of logits, [V, V] or [V + 1, V]
+            for order 1. Apply the loop's temperature and filters to these logits; -inf excludes a token.
+        draft: the draft of the loop, in one of the same forms. It is not tested. If it is given, the report shows the
+            overlap sum min(p, q), and the bias that well-known mistakes would cause.
         vocab_size: V >= 2.
         num_tokens: how many generated tokens are tested, >= 1; V ** num_tokens <= 2**20.
         trials: how many sequences are generated, >= 100.
-        prompt: [P] token ids in [0, V); may be empty. Prompts and seeds are made on its device.
-        batch_size: N of a call of `step_fn`, and the most sequences that `target` and `draft` read at once.
-        significance: in (0, 1), the probability that any test rejects a lossless loop.
+        prompt: [P] token ids in [0, V); may be empty. Prompts and seeds are created on its device.
+        batch_size: the number N of sequences in a call of `step_fn`. `target` and `draft` read at most this many
+            sequences at once.
+        significance: in (0, 1), an upper bound of the probability that any test rejects a lossless loop.
         seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
         progress: called as `progress(done, trials)` after each batch.
 
     Raises:
-        TypeError: an argument, or the result of a function, has another type.
-        ValueError: a number or a shape out of range, a token outside [0, V) or after a -1, logits without a law, or a
-            `step_fn` that does not use its seeds.
+        TypeError: an argument or the result of a function has the wrong type.
+        ValueError: a number or a shape is out of range, a token is outside [0, V) or comes after a -1, a row of logits
+            has no distribution, or `step_fn` does not use its seeds.
 
     Examples:
         >>> import torch
@@ -96,7 +97,7 @@ def check_lossless(
     def call(seeds: Tensor) -> Generated:
         return step_fn(start.repeat(len(seeds), 1), seeds[:, 0].to(start.device))
 
-    # torch's CPU generator uses only the low 32 bits of its seed, so seeds must differ in those bits.
+    # Seeds must differ in their low 32 bits, as random numbers do, because torch's CPU generator uses only these bits.
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (trials, 1), generator=generator, device="cpu")
     repeated = "random numbers that come from its seeds, got the tokens of other seeds"
@@ -114,7 +115,8 @@ def check_lossless(
 
 
 def _suspicion(counts: Tensor, law: Tensor, *, has_drafts: bool) -> str:
-    """A likely cause, as a sentence, if the counts at position 0 break their law [V]; empty if none is known."""
+    """A sentence about the likely cause, if the counts at position 0 do not fit their distribution `law` [V]; empty if
+    no cause is known."""
     temperature = fitting_temperature(counts, law)
     if temperature is not None:
         return (
@@ -144,35 +146,39 @@ def check_engine(
     progress: Progress | None = None,
     same_text_as: GenerateFn | None = None,
 ) -> EngineReport:
-    """Test whether an engine's tokens have the target's law, as `check_lossless` does, for each of its sampling
-    settings. docs/testing.md has recipes.
+    """Test whether an engine's tokens have the target's distribution, as `check_lossless` does, at each of several
+    sampling settings. docs/testing.md has recipes.
 
-    An engine is anything that continues prompts: vLLM, a server, your own `generate`. An engine that ignores a setting,
-    or reads it from the wrong row of a batch, still writes fluent text. So every call mixes requests of all settings.
+    An engine is anything that continues prompts: vLLM, a server, or a `generate` function. An engine that ignores a
+    setting, or reads it from the wrong row of a batch, still writes fluent text. Every call therefore mixes requests of
+    all settings.
 
     Args:
         generate: called as `generate(prompts, params, seeds)` with lists of equal length: prompts as lists of token
-            ids, a `SamplingParams` of numbers for each, and ints in [0, 2**31). It returns the new tokens of each
-            request, as lists or as an integer tensor [N, L], in the same order: at least 1, and `num_tokens` unless the
-            sequence ended. Further tokens are ignored, and a negative number ends a row. An engine without seeds may
-            ignore them, but must not start every call from the same state.
-        target: the model as in `check_lossless`, but before temperature and filters.
-        settings: name -> parameters: only temperature and filters, each a number. The law follows
-            `torch_specops.filter_logits`, whose filters match transformers' and vLLM's; temperature 0 is the
+            ids, a `SamplingParams` of numbers for each prompt, and seeds in [0, 2**31). It returns the new tokens of
+            each request in the same order, as lists or as an integer tensor [N, L]. A request must have at least 1
+            token, and `num_tokens` tokens unless its sequence ended. Further tokens are ignored, and a negative number
+            ends a row. An engine without seeds may ignore them, but must not start every call from the same random
+            state.
+        target: the model, as in `check_lossless`, but its logits must be those before temperature and filters.
+        settings: name -> sampling parameters. Only temperature and filters may be set, each to a number. The filters
+            are defined as in `torch_specops.filter_logits`, which matches transformers and vLLM; temperature 0 is the
             argmax.
-        prompts: token ids in [0, V). The i-th setting continues the i-th prompt; prompts repeat if there are fewer.
-        trials: for each setting, >= 100.
-        batch_size: trials of each setting in one call.
+        prompts: lists of token ids in [0, V). The i-th setting continues the i-th prompt. If there are fewer prompts
+            than settings, prompts are repeated.
+        trials: the number of sequences for each setting, >= 100.
+        batch_size: the number of trials of each setting in one call.
         progress: called as `progress(done, requests)` after each call.
-        same_text_as: for an engine whose tokens should depend only on request and seed, as in this package with
-            `verify="gumbel"`: the same engine with another draft, another number of drafts, or none. It gets the
+        same_text_as: the same engine with another draft, another number of drafts, or no draft. Use it for an engine
+            whose tokens should depend only on request and seed, as in this package with `verify="gumbel"`. It gets the
             requests of each call in reverse order, and must return the same tokens.
-        vocab_size, num_tokens, significance, seed: as in `check_lossless`; `significance` is shared by all settings.
+        vocab_size, num_tokens, significance, seed: as in `check_lossless`. `significance` holds for all settings
+            together.
 
     Raises:
-        TypeError: an argument, or the result of a function, has another type.
-        ValueError: a number out of range, no setting or prompt, rows that do not fit the requests, or an engine that
-            repeats itself.
+        TypeError: an argument or the result of a function has the wrong type.
+        ValueError: a number is out of range, there is no setting or no prompt, the returned rows do not fit the
+            requests, or a call of the engine repeats the tokens of the first call.
 
     Examples:
         >>> import torch
@@ -208,7 +214,7 @@ def check_engine(
             others = _as_rows("same_text_as", same_text_as(texts[::-1], params[::-1], own_seeds[::-1]), num_tokens)
             size = len(own_seeds), num_tokens, vocab_size
             found, other = _read_tokens("generate", rows, *size)[0], _read_tokens("same_text_as", others, *size)[0]
-            # Any negative number ends a sequence.
+            # Compare negative numbers as equal, because any of them ends a sequence.
             differs = found.clamp(min=-1) != other.clamp(min=-1).flip(0)
             changed.append(differs.any(-1).view(seeds.shape).sum(0))
         return rows
@@ -230,7 +236,7 @@ def check_engine(
 
 
 def _as_rows(name: str, rows: Sequence[Sequence[int]] | Tensor, num_tokens: int) -> Tensor:
-    """An engine's result as a tensor [N, >= num_tokens], with -1 after the end of each sequence."""
+    """Convert the result of an engine to a tensor [N, >= num_tokens], with -1 after the end of each sequence."""
     if not isinstance(rows, Tensor):
         if not isinstance(rows, Sequence):
             raise TypeError(f"{name}: expected lists of tokens, or a tensor of them, got {type(rows)}")
@@ -241,14 +247,16 @@ def _as_rows(name: str, rows: Sequence[Sequence[int]] | Tensor, num_tokens: int)
 def _sample(
     name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | None
 ) -> tuple[Tensor, float | None]:
-    """[trials, S, T] int64 tokens for seeds [trials, S], negative where none was emitted; and accepted / reached
-    drafts. `repeated` ends the message of the error if a call repeats the tokens of the first call."""
+    """Call the loop or engine for all seeds [trials, S]. Returns the tokens [trials, S, T] int64, negative where none
+    was emitted, and the number of accepted drafts divided by reached drafts. If a call repeats the tokens of the first
+    call, an error is raised, and `repeated` is the end of its message."""
     batches: list[Tensor] = []
     num_accepted = num_reached = 0
     for batch in seeds.split(batch_size):
         tokens, accepted, reached = _read_tokens(name, call(batch), batch.numel(), len(laws), laws[0].shape[1])
         tokens = tokens.view(*batch.shape, len(laws))
-        # If the rows of a batch hardly differ, the law is nearly certain, and batches may be equal by chance.
+        # Raise only if the rows of a batch differ enough. If they hardly differ, one outcome is nearly certain, and two
+        # batches may be equal by chance.
         if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
             raise ValueError(f"{name}: expected {repeated}")
         batches.append(tokens)
@@ -260,7 +268,8 @@ def _sample(
 
 
 def _read_tokens(name: str, result: Generated, size: int, num_tokens: int, vocab_size: int) -> tuple[Tensor, int, int]:
-    """Check a result. Returns [N, num_tokens] tokens on the CPU, drafts accepted, drafts reached."""
+    """Check a result. Returns the tokens [N, num_tokens] on the CPU, and the numbers of accepted and of reached
+    drafts."""
     tokens, *counts = result if isinstance(result, tuple) else (result,)
     for part, tensor in zip(("tokens", "num_accepted", "num_reached"), (tokens, *counts), strict=False):
         if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
@@ -297,8 +306,8 @@ def _conditional_laws(
     most: int,
     params: SamplingParams | None = None,
 ) -> Laws:
-    """The laws of `num_tokens` tokens after the prompt, under the sampling parameters if given; the model reads at most
-    `most` sequences at once."""
+    """The distributions of `num_tokens` tokens after the prompt, with the sampling parameters applied if they are
+    given. The model reads at most `most` sequences at once."""
     model = MarkovModel(model) if isinstance(model, Tensor) else model
     read = model.next_logits if isinstance(model, MarkovModel) else model
     laws = []
@@ -327,7 +336,7 @@ def _conditional_laws(
 
 
 def _sampling_law(logits: Tensor, params: SamplingParams) -> Tensor:
-    """[N, V] float64, the distribution that these parameters sample from, given logits [N, V]."""
+    """[N, V] float64, the distribution that an engine with these parameters samples from, given logits [N, V]."""
     temperature, *filters = (float(getattr(params, name)) for name in KNOWN)
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()

@@ -1,13 +1,15 @@
-"""Compares the result of an op with the oracle's, row by row.
+"""Compare the result of an op with the result of the oracle, row by row.
 
-The oracle computes in float64, an implementation in float32 or better. They may differ only if some number of the call
-is so close to its threshold that a small change of it also changes the oracle's result. So a row must equal the
-oracle's result, or its result after the acceptance uniforms, filters and `draft_lse` moved by the bound of `_bound`, or
-by a half, a quarter .. of it, each up or down. The next token may be any whose interval of the CDF is within the bound
-of the uniform. Exact numbers do not move: a uniform of 0, a filter that is off, an lse that is not finite. Greedy rows
-depend on none of these numbers.
+The oracle computes in float64, and an implementation in float32 or better. Their results may differ only if a number of
+the call is so close to its threshold that a small change of the number also changes the oracle's result. So the
+acceptance uniforms, the filters and `draft_lse` are changed by the bound of `_bound`, by half of it, by a quarter of it
+and so on, each up and down. A row must equal the oracle's result before or after one of these changes. The next token
+may be any token whose interval of the CDF is within the bound of the uniform.
 
-A token drawn with Gumbel noise may be any whose score differs from the largest by at most the sum of their bounds
+Exact numbers are not changed: a uniform of 0, a filter that is off, an lse that is not finite. Greedy rows depend on
+none of these numbers.
+
+A token drawn with Gumbel noise may be any token whose score is below the largest by at most the sum of both bounds
 (`_score_bounds`).
 """
 
@@ -30,17 +32,17 @@ from .cases import BELOW_ONE_FLOAT64, Case, on_cpu, oracle
 
 # The largest w = 1 - u of Gumbel noise in float32.
 LARGEST = 1.0 - 2.0**-24
-# The shares of its bound by which a number is moved.
+# A number is changed by these shares of its bound.
 SHARES = [2.0**-k for k in range(12)]
-# Groups of arguments that move together, and the arguments that draw the next token.
+# Groups of arguments that are changed together, and the arguments that draw the next token.
 MOVED = (("accept_uniforms",), ("draft_lse",), ("top_p", "min_p"))
 DRAWING = ("sample_uniforms", "uniforms")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`: the number of `rows`, the number that differ from the oracle only by float32 `rounding`,
-    and the `wrong` rows."""
+    """The result of `compare`: the number of `rows`, the number of rows that differ from the oracle only by float32
+    `rounding`, and the indices of the `wrong` rows."""
 
     rows: int
     rounding: int
@@ -48,10 +50,11 @@ class Comparison:
 
 
 def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
-    """Compare the result of an op with the oracle's, row by row.
+    """Compare the result of an op with the result of the oracle, row by row.
 
-    A row must equal the oracle's bitwise, except for rounding (which "exact_" cases do not allow); `sample`'s lse must
-    be close. Wrong shapes, dtypes or a wrong number of outputs raise AssertionError.
+    A row must be bitwise equal to the oracle's row, unless float32 rounding may decide the result; cases named
+    "exact_.." allow no difference. The lse of `sample` must be close. Raises AssertionError for wrong shapes, wrong
+    dtypes or a wrong number of outputs.
     """
     args, expected = on_cpu(case.args), case.expected
     got = tuple(x.cpu() for x in ((got,) if isinstance(got, Tensor) else got))
@@ -75,25 +78,25 @@ def compare(case: Case, got: Tensor | tuple[Tensor, ...]) -> Comparison:
 
 
 def rounding_rows(case: Case) -> Tensor:
-    """[B] bool: the rows that float32 rounding may decide."""
+    """[B] bool, True for rows whose result float32 rounding may change."""
     args, expected = on_cpu(case.args), case.expected
-    found = torch.zeros(len(expected[0]), dtype=torch.bool)
+    may_differ = torch.zeros(len(expected[0]), dtype=torch.bool)
     changes = (nullcontext, partial(_scores, _second)) if case.op.endswith("gumbel") else (nullcontext,)
     for moved, change in itertools.product(_moved(case.op, args, 1.0, (*MOVED, DRAWING)), changes):
         with change():
-            found |= ~_equal_rows(case.op, expected, oracle(case.op, moved))
-    return found
+            may_differ |= ~_equal_rows(case.op, expected, oracle(case.op, moved))
+    return may_differ
 
 
 def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) -> Tensor:
-    """[B] bool."""
+    """[B] bool, True for rows with equal results."""
     if op == "filter_logits":
-        # Zeros keep their sign.
+        # Compare signs too, because the op must not change the sign of a zero.
         return ((expected[0] == got[0]) & (expected[0].signbit() == got[0].signbit())).all(1)
     if op == "sample_gumbel":
         return expected[0] == got[0]
     if op == "sample":
-        # The lse must be exact if it is infinite, or 0 as in greedy rows.
+        # The lse must be exact if it is infinite or 0, because it is 0 in greedy rows.
         lse, tolerance = expected[1], 1e-6 * (1 + expected[1].abs())
         close = (got[1] == lse) | ((lse != 0) & lse.isfinite() & ((got[1] - lse).abs() <= tolerance))
         return close & (expected[0] == got[0])
@@ -101,8 +104,9 @@ def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) 
 
 
 def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
-    """How far a number may move in each row: for scaled logits of some tens, probabilities have a relative error of
-    some tens of 2**-24, and their sums a few more. A low temperature enlarges the logits, and the bound with them."""
+    """The most that a number may be changed in each row. For scaled logits of size 10 to 100, probabilities have a
+    relative error of some tens of 2**-24, and their sums have a slightly larger error. A low temperature makes the
+    logits larger, and therefore also the bound."""
     t = torch.ones(len(like)) if temperature is None else temperature
     bound = (2.0**-15 / t.double().clamp(min=2.0**-9, max=1.0)).nan_to_num()
     return bound.view(-1, *[1] * (like.dim() - 1))
@@ -110,9 +114,10 @@ def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
 
 @contextmanager
 def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[None]:
-    """While active, the oracle draws the next token that `got` has, if its interval of the CDF is within the bound of
-    the uniform. (Moving the uniform by shares of the bound could miss the interval of an unlikely token.) With Gumbel
-    noise the oracle draws each token of `got` whose score is within the bounds of the largest."""
+    """Inside the `with` block, the oracle draws the same next token as `got`, if the token's interval of the CDF is
+    within the bound of the uniform. (Changing the uniform by shares of the bound could miss the interval of an unlikely
+    token.) With Gumbel noise, the oracle draws each token of `got` whose score is within the bounds of the largest
+    score."""
 
     def draw(weights: Tensor, s: float) -> int:
         sums, total = weights.cumsum(0), weights.sum()
@@ -128,7 +133,7 @@ def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[
             scores[token] = math.inf
         return scores
 
-    # Cycle, because the oracle is called several times, and draws from every row each time.
+    # Cycle through the tokens, because the oracle is called several times, and draws from every row each time.
     tokens = itertools.cycle(got[0].flatten().tolist())
     token, inverse_cdf = -1, reference.inverse_cdf
     if op == "sample":
@@ -142,7 +147,8 @@ def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[
 
 @contextmanager
 def _scores(change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """While active, the oracle's scores are changed by a function of the scores and their bounds."""
+    """Inside the `with` block, the oracle's scores are changed by `change`, a function of the scores and their
+    bounds."""
     gumbel_scores = reference.gumbel_scores
 
     def changed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
@@ -154,18 +160,19 @@ def _scores(change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
 
 
 def _second(scores: Tensor, bounds: Tensor) -> Tensor:
-    """Lower the largest score below all scores that are within their bounds of it."""
+    """Lower the largest score by its bound, and raise all others by theirs. If another score is within the bounds, it
+    becomes the largest."""
     largest = scores.argmax()
     bounds[largest] *= -1
     return scores + bounds
 
 
 def _score_bounds(gap: Tensor, noise: Tensor) -> Tensor:
-    """How far float32 may be from the score gap + g of each token.
+    """The largest error of a score gap + g in float32, for each token.
 
     The subtraction, the two roundings of a product with 1 / T, the logarithms and the sum each have an error below
-    2**-23 of their result, or of 1 near a zero of log; 2**-20 exceeds their total. w is rounded twice and has the
-    maximum 1 - 2**-24, which also changes g."""
+    2**-23 of their result (near a zero of log, of 1). 2**-20 exceeds the total of these errors. In addition, w is
+    rounded twice and is at most 1 - 2**-24, which also changes g."""
     w = -torch.expm1(-torch.exp(-noise))
     low, high = ((w * factor).clamp(2.0**-33, LARGEST) for factor in (1 - 2.0**-22, 1 + 2.0**-22))
     low_g, high_g = (-torch.log(-torch.log1p(-x)) for x in (high, low))
@@ -175,7 +182,7 @@ def _score_bounds(gap: Tensor, noise: Tensor) -> Tensor:
 def _moved(
     op: str, args: dict[str, Any], share: float, groups: tuple[tuple[str, ...], ...]
 ) -> Iterator[dict[str, Any]]:
-    """The arguments, moved by a share of the bound in all combinations of directions."""
+    """Yield the arguments, with each group changed by a share of the bound, in all combinations of up and down."""
     names = [[name for name in together if args.get(name) is not None] for together in groups]
     for signs in itertools.product((-1, 1), repeat=sum(map(bool, names))):
         moved = dict(args)
@@ -186,8 +193,9 @@ def _moved(
                 if name == "draft_lse":
                     moved[name] = torch.where(x.isfinite(), changed, x)
                 else:
-                    # Stay strictly between 0 and 1. Above 1 a draft with p = q is rejected; outside [0, 1) the first or
-                    # the last token is drawn, however unlikely it is.
+                    # Keep numbers strictly between 0 and 1, with two exceptions. An acceptance uniform may exceed 1,
+                    # because rounding may reject a draft with p = q. A uniform that draws a token may leave [0, 1); it
+                    # then draws the first or the last token.
                     lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE_FLOAT64
                     endless = name in DRAWING or (name == "accept_uniforms" and op != "verify_block")
                     highest = math.inf if endless else BELOW_ONE_FLOAT64

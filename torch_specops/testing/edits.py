@@ -1,4 +1,4 @@
-"""Edits of the tensors of cases: memory layouts, padded drafts, and logits that are hard to handle."""
+"""Changes to the tensors of a case: memory layouts, padded drafts, and special logits."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ INF, NAN = math.inf, math.nan
 
 
 def batch_sliced(x: Tensor) -> Tensor:
-    """Every second row of a larger batch."""
+    """A view of every second row of a larger batch."""
     larger = x.new_zeros(2 * x.shape[0] + 1, *x.shape[1:])
     larger[1::2] = x
     return larger[1::2]
 
 
 def vocab_sliced(x: Tensor) -> Tensor:
-    """The middle of longer rows: odd row stride and odd storage offset, so that no row starts at a 16-byte boundary."""
+    """A view of the middle of longer rows. The row stride and the storage offset are odd, so that most rows do not
+    start at a 16-byte boundary."""
     longer = x.new_zeros(*x.shape[:-1], (x.shape[-1] + 4) | 1)
     longer[..., 1 : 1 + x.shape[-1]] = x
     return longer[..., 1 : 1 + x.shape[-1]]
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The last dimension has the largest stride."""
+    """The same values in a layout in which the last dimension has the largest stride."""
     return x.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The first row repeated over the batch, by a stride of zero."""
+    """The first row, repeated over the batch by a stride of zero."""
     return x[:1].expand_as(x)
 
 
 def sequence_sliced(x: Tensor) -> Tensor:
-    """The first positions of a longer sequence."""
+    """A view of the first positions of longer sequences."""
     if x.dim() == 1:
         return x
     longer = x.new_zeros(x.shape[0], x.shape[1] + 2, *x.shape[2:])
@@ -69,7 +70,7 @@ def token_zero(tokens: Tensor, vocab_size: int) -> None:
 
 
 def token_zero_later(tokens: Tensor, vocab_size: int) -> None:
-    """Token 0 at all positions but the first."""
+    """Put token 0 at all positions except the first."""
     tokens[:, 1:] = 0
 
 
@@ -82,7 +83,8 @@ def fill_draft(value: float) -> Callable[[Tensor, Tensor], None]:
 
 
 def _fill(logits: Tensor, value: float) -> None:
-    """Fill row 0 at every position, row 1 at the first, row 2 at the last, and every second logit of row 3."""
+    """Fill row 0 at every position, row 1 at the first position, row 2 at the last position, and every second logit of
+    row 3."""
     logits[:1] = value
     logits[1:2, :1] = value
     logits[2:3, -1:] = value
@@ -99,8 +101,8 @@ def fill_mixed(target: Tensor, draft: Tensor) -> None:
 
 
 def mask(target: Tensor, draft: Tensor) -> None:
-    """Different masks: the draft excludes tokens 1, 4, 7.., the target 2, 5, 8..; in three rows one excludes nearly
-    all."""
+    """Mask different tokens in target and draft: the draft masks tokens 1, 4, 7 and so on, the target 2, 5, 8 and so
+    on. In the first three rows, target or draft masks nearly all tokens."""
     target[..., 2::3] = -INF
     draft[..., 1::3] = -INF
     target[:2, :, 1:-1] = -INF
@@ -108,7 +110,7 @@ def mask(target: Tensor, draft: Tensor) -> None:
 
 
 def mask_last(target: Tensor, draft: Tensor) -> None:
-    """The target excludes the last token, if another is left."""
+    """The target masks the last token, if there is another token."""
     target[..., 1:][..., -1:] = -INF
 
 
@@ -118,26 +120,27 @@ def overflow(target: Tensor, draft: Tensor) -> None:
 
 
 def same(target: Tensor, draft: Tensor) -> None:
-    """p == q, and both exclude token 0 if another is left. If token 0 is drafted anyway, the residual is zero."""
+    """p == q, and both mask token 0 if there is another token. If a draft is token 0 anyway, its residual is zero."""
     if target.shape[-1] > 1:
         target[..., 0] = -INF
     draft[:] = target[:, :-1]
 
 
 def ten_equal(target: Tensor, draft: Tensor) -> None:
-    """Ten tokens with equal logits; all others are excluded."""
+    """Ten tokens have equal logits, and all others are masked."""
     for x in (target, draft):
         x[..., :10], x[..., 10:] = 0.0, -INF
 
 
 def barely_more(target: Tensor, draft: Tensor) -> None:
-    """Token 0, which the draft excludes, has 2**-115 of the target's mass and all the mass of the residual."""
+    """The draft masks token 0, which has a share of 2**-115 of the target's mass. It then has all the mass of the
+    residual."""
     for x, first in ((target, -80.0), (draft, -INF)):
         x[..., 0], x[..., 1:2], x[..., 2:] = first, 0.0, -INF
 
 
 def halves(target: Tensor, draft: Tensor) -> None:
-    """p(x) = 1/4 and q(x) = 1/2 for every draft: the products and sums of these are exact."""
+    """p(x) = 1/4 and q(x) = 1/2 for every draft x, so that products and sums are exact."""
     for x, kept in ((target, 4), (draft, 2)):
         x[..., :kept], x[..., kept:] = 0.0, -INF
 
@@ -147,7 +150,7 @@ def opposite(target: Tensor, draft: Tensor) -> None:
 
 
 def far_below(target: Tensor, draft: Tensor) -> None:
-    """Logits so low that their sigmoids would underflow in float32 and, in half of the rows, in float64."""
+    """Logits so low that their sigmoids would underflow in float32, and in half of the rows also in float64."""
     for x in (target, draft):
         x[::2] -= 1000.0
         x[1::2] -= 9000.0
@@ -164,13 +167,13 @@ def raise_by(shift: float) -> Callable[[Tensor, Tensor], None]:
 
 
 def plateaus(target: Tensor, draft: Tensor) -> None:
-    """Few distinct values, so that many maxima and many probabilities tie."""
+    """Round the logits to few distinct values, so that many maxima and many probabilities are equal."""
     for x in (target, draft):
         x.div_(4.0).round_()
 
 
 def zero_maxima(target: Tensor, draft: Tensor) -> None:
-    """Many maxima tie: they are negative zeros, and in every second sequence zeros of both signs."""
+    """Make many maxima equal: they are negative zeros, and in every second sequence zeros of both signs."""
     for x in (target, draft):
         x.div_(4.0).round_().abs_().neg_()
         x[1::2, :, ::2] += 0.0

@@ -1,4 +1,4 @@
-"""Language models made of tables, so that their laws are known exactly."""
+"""Language models that are tables of logits, so that their distributions are known exactly."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 class MarkovModel:
-    """A language model whose next token depends on the last few tokens only.
+    """A language model whose next token depends only on the last few tokens.
 
     Args:
-        table: floating point [.., V] logits of the next token, with one axis before the last for each token of the
-            context, the oldest first: [V, V] for order 1, [V, V, V] for order 2. In a context axis of size V + 1, the
-            last entry stands for a token before the beginning.
+        table: floating point [.., V], the logits of the next token. Before the last axis there is one axis for each
+            token of the context, the oldest first: [V, V] for order 1, [V, V, V] for order 2. An axis of the context
+            may have size V + 1; its last entry is used if the sequence has no token there yet.
 
-    A call maps tokens [N, t] to logits [N, t, V] of the token after each of them, like one forward of a transformer.
+    A call maps tokens [N, t] to logits [N, t, V] of the next token after each of them, like a forward of a transformer.
 
     Raises:
         TypeError: `table` is not a floating point tensor.
-        ValueError: a table of another shape, or a sequence that is too short for a table without entries for missing
-            tokens.
+        ValueError: the table has another shape, or a sequence is shorter than the context and the table has no entry
+            for missing tokens.
 
     Examples:
         >>> import torch
@@ -43,11 +43,11 @@ class MarkovModel:
         return self._logits(tokens, 1)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """[N, V] logits of the token after the sequences [N, t]; t may be 0."""
+        """The logits [N, V] of the next token after sequences [N, t]; t may be 0."""
         return self._logits(tokens, tokens.shape[1])[:, 0]
 
     def _logits(self, tokens: Tensor, first: int) -> Tensor:
-        """[N, t + 1 - first, V] logits of the tokens at positions first .. t."""
+        """The logits [N, t + 1 - first, V] of the tokens at positions first .. t."""
         missing = list(self.table.shape[: max(self.order - first, 0)])
         if self.vocab_size in missing:
             axis = f"an axis {missing.index(self.vocab_size)} of V + 1 = {self.vocab_size + 1}"
@@ -58,21 +58,23 @@ class MarkovModel:
 
 
 def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[MarkovModel, MarkovModel]:
-    """A target and a draft that reveal mistakes: few tokens, none of them rare, a different law for each context, and
-    an overlap sum min(p, q) near 0.6, so that drafts are often accepted and often rejected. With order 2, a cache that
-    lags by one token changes the context; with order 1 it does not, because the newest token is always passed. With a
-    large vocabulary, or two similar models, most mistakes change too little to be detected.
+    """Create a target and a draft with which mistakes in a loop are easy to detect.
+
+    There are few tokens and none is rare, each context has a different distribution, and the overlap sum min(p, q) is
+    about 0.6, so that many drafts are accepted and many are rejected. With order 2, a KV cache that lacks the newest
+    token changes the context. With order 1 it does not, because the newest token is always passed to the model. With a
+    large vocabulary or two similar models, most mistakes change the distribution too little to be detected.
 
     Args:
-        vocab_size: V >= 2; 6 to 16 is best.
-        order: tokens of context, >= 1.
+        vocab_size: V >= 2; 6 to 16 works best.
+        order: the number of tokens in the context, >= 1.
         seed: the seed of the random logits.
 
     Returns:
         Two `MarkovModel` with float32 tables [V + 1, .., V + 1, V].
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     Examples:
         >>> from torch_specops.testing import markov_pair

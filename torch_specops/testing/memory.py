@@ -1,4 +1,4 @@
-"""Fills fresh memory with values that reveal reads of it."""
+"""Fill new tensors with values that show if an op reads memory that it has not written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @contextmanager
 def poison_memory() -> Iterator[None]:
-    """While active, torch.empty, empty_like, empty_strided and Tensor.new_empty return NaN, or the lowest
-    integer plus 7.
+    """Inside the `with` block, torch.empty, empty_like, empty_strided and Tensor.new_empty return tensors filled with
+    NaN, or with the lowest integer plus 7.
 
-    This reveals an op that reads memory it did not write, or leaves part of an output unwritten.
+    A test then fails if an op reads memory that it has not written, or does not write all of its output.
     """
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""`verify_exact` written by hand, correct or with a plausible mistake, as a control for tests."""
+"""A plain version of `verify_exact`, correct or with a plausible mistake, to check that tests detect mistakes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ def verify_with_mistake(
     sample_uniforms: Tensor,
     temperature: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`verify_exact` in plain float64, with a mistake. A test of an op must fail with each of them. A test of a loop's
-    distribution must fail with each but "1 - s", which keeps the distribution; the smaller the bias ("u < min(p / q,
-    0.9)"), the more sequences it needs.
+    """`verify_exact` in plain float64, with a chosen mistake.
+
+    A test of an op must fail with every mistake. A test of a loop's distribution must fail with every mistake except "1
+    - s", which does not change the distribution. It needs more sequences if the bias is small, as with "u < min(p / q,
+    0.9)".
 
     Args:
         mistake: one of `MISTAKES`; None = no mistake.
-        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms: as in `verify_exact`. Tokens are in
-            the vocabulary.
-        temperature: above 0, a number or [B]; None = 1.
+        target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms: as in `verify_exact`. All draft
+            tokens must be in the vocabulary.
+        temperature: a number above 0, or [B]; None = 1.
 
     Returns:
         output_tokens [B, K+1] and num_accepted [B], as `verify_exact` returns them.
 
     Raises:
-        ValueError: another mistake.
+        ValueError: `mistake` is not in `MISTAKES`.
 
     Examples:
         >>> from torch_specops.testing import compare, sample_inputs, verify_with_mistake
@@ -49,8 +51,8 @@ def verify_with_mistake(
     """
     if mistake is not None and mistake not in MISTAKES:
         raise ValueError(f"mistake: expected None or one of {MISTAKES}, got {mistake!r}")
-    given = torch.as_tensor(1.0 if temperature is None else temperature, device=target_logits.device)
-    scale = 1.0 / given.double().view(-1, 1, 1)
+    temperatures = torch.as_tensor(1.0 if temperature is None else temperature, device=target_logits.device)
+    scale = 1.0 / temperatures.double().view(-1, 1, 1)
     p, x = (target_logits.double() * scale).softmax(-1), draft_tokens.long().unsqueeze(-1)
     q = one_hot(x[..., 0], p.shape[-1]).double()
     if draft_logits is not None:

@@ -6,29 +6,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The confidence of the bound on the total variation, and the probability that a bias of detectable size is detected.
+# The confidence of the upper bound of the total variation, and the probability with which a bias of detectable size is
+# detected.
 CONFIDENCE = 0.99
 
 
 @dataclass(frozen=True)
 class LawTest:
-    """One chi-square test: of the tokens at a position given the tokens before, or of all tokens jointly.
+    """The result of one chi-square test, of the tokens at a position given the tokens before them, or of all tokens
+    jointly.
 
     Attributes:
-        position: 0 for the first generated token; None for the joint law.
+        position: the tested position, 0 for the first generated token; None for the joint test.
         total_variation: half the sum of |count - expected count|, divided by the number of tokens or sequences counted.
-        expected_total_variation: its mean if the law holds.
-        total_variation_bound: the total variation of the loop's law from the target's is below this with 99 %
-            confidence, by McDiarmid's inequality, without approximation.
-        statistic, dof, p_value: results of Pearson's test, after rare outcomes were pooled. If the loop emitted a token
-            that the target excludes, the statistic is infinite and the p-value 0.
-        detectable_effect: w; a law r with sum (r - p)**2 / p >= w**2 is rejected with 99 % probability or more.
-        detectable_total_variation: w / 2 and at most 1: a bias of at least this size is detected (docs/testing.md).
-        pooled: probability of the outcomes that are too rare for a separate cell; a bias among them is not detected.
-        impossible: the number of emitted tokens that the target excludes.
-        emitted: share of the trials in which the loop emitted this position; None for the joint law.
-        overlap: mean of sum min(p, q), the acceptance rate of a draft that reads the whole sequence; None without a
-            draft.
+        expected_total_variation: the mean of `total_variation` for a lossless loop.
+        total_variation_bound: with 99 % confidence, the total variation between the loop's and the target's
+            distribution is at most this. The bound follows from McDiarmid's inequality and is no approximation.
+        statistic, dof, p_value: the results of Pearson's test after rare outcomes were pooled. If the loop emitted a
+            token that has probability 0 under the target, the statistic is infinite and the p-value is 0.
+        detectable_effect: the effect size w. If the loop has a distribution r with sum (r - p)**2 / p >= w**2, the test
+            rejects it with a probability of at least 99 %.
+        detectable_total_variation: w / 2, at most 1. A bias with at least this total variation is detected with a
+            probability of at least 99 % (docs/testing.md).
+        pooled: the total probability of outcomes that are too rare for a separate cell. A bias among these outcomes is
+            not detected.
+        impossible: the number of emitted tokens that have probability 0 under the target.
+        emitted: the share of trials in which the loop emitted a token at this position; None for the joint test.
+        overlap: the mean of sum min(p, q), which is the acceptance rate of a draft that reads the whole sequence; None
+            if no draft was given.
     """
 
     position: int | None
@@ -51,7 +56,7 @@ class LawTest:
 
 
 class Report(ABC):
-    """The result of a check. It is true if no test rejects the target's law, and `str` gives a table."""
+    """The result of a check. Its truth value is True if no test rejects, and `str` returns a table."""
 
     significance: float
 
@@ -61,19 +66,20 @@ class Report(ABC):
 
     @property
     def lossless(self) -> bool:
-        """True if no bias was detected."""
+        """True if no test detects a bias."""
         return not self.broken
 
     def __bool__(self) -> bool:
         return self.lossless
 
     def assert_lossless(self) -> None:
-        """Raise AssertionError, with the positions and the numbers, if a bias was detected."""
+        """Raise AssertionError with the table of results if a bias is detected."""
         if not self.lossless:
             raise AssertionError(str(self))
 
     def _page(self, verdict: str, tests: list[tuple[str, LawTest, bool]], remarks: Sequence[str] = ()) -> str:
-        """The verdict, a table with a line for each test (its name, and whether it breaks), and the remarks."""
+        """The text of the report: the verdict, a table with a line for each test, and the remarks. `tests` holds for
+        each test its name, its result, and True if it rejects."""
         first = max(len(name) for name, _, _ in tests)
         titles = "emitted  overlap      TV  by chance  at most  chi-square    dof   p-value  visible"
         table = [f"{'':{first}}  {titles}"]
@@ -100,18 +106,18 @@ class Report(ABC):
 
 @dataclass(frozen=True)
 class LosslessReport(Report):
-    """The result of `check_lossless`. It is true if no test rejects the target's law, and `str` gives a table. A true
-    report does not exclude a bias below the tests' `detectable_total_variation`. It excludes a bias above their
-    `total_variation_bound` with 99 % confidence.
+    """The result of `check_lossless`. Its truth value is True if no test rejects, and `str` returns a table. Even then
+    there may be a bias below the `detectable_total_variation` of the tests. A bias above their `total_variation_bound`
+    is excluded with 99 % confidence.
 
     Attributes:
-        tests: a test for each position, then the joint test.
-        trials: how many sequences were generated.
-        significance: probability that any of the tests rejects a lossless loop (Bonferroni).
+        tests: the results of a test for each position, then of the joint test.
+        trials: the number of sequences that were generated.
+        significance: an upper bound of the probability that any test rejects a lossless loop (Bonferroni).
         mistakes: name of a well-known mistake -> the total variation at position 0 that it would cause with this target
             and draft; empty without a draft.
-        beta: drafts accepted / drafts reached, as `step_fn` counted them; None if it did not.
-        suspicion: a likely cause if the tokens at position 0 break the law; empty if none is known.
+        beta: accepted drafts / reached drafts, as returned by `step_fn`; None if it returned no counts.
+        suspicion: a sentence about the likely cause, if the test of position 0 rejects; empty if no cause is known.
     """
 
     tests: tuple[LawTest, ...]
@@ -123,7 +129,7 @@ class LosslessReport(Report):
 
     @property
     def threshold(self) -> float:
-        """The p-value below which one test rejects."""
+        """A test rejects if its p-value is below this."""
         return self.significance / len(self.tests)
 
     @property
@@ -133,7 +139,7 @@ class LosslessReport(Report):
 
     @property
     def first_break(self) -> int | None:
-        """The first position whose law, given the tokens before it, is rejected; None if there is none."""
+        """The first position whose test rejects; None if there is none."""
         return next((test.position for test in self.broken), None)
 
     def __str__(self) -> str:
@@ -163,13 +169,15 @@ class LosslessReport(Report):
 
 @dataclass(frozen=True)
 class EngineReport(Report):
-    """The result of `check_engine`. It is true if no test rejects the target's law and no sequence changed; `str` gives
-    a table.
+    """The result of `check_engine`. Its truth value is True if no test rejects and `same_text_as` changed no sequence;
+    `str` returns a table.
 
     Attributes:
-        reports: name of a setting -> its `LosslessReport`.
-        significance: probability that any test of any setting rejects a lossless engine (Bonferroni).
-        num_changed: name of a setting -> how many of its sequences `same_text_as` changed; None = it was not given.
+        reports: the name of a setting -> its `LosslessReport`.
+        significance: an upper bound of the probability that any test of any setting rejects a lossless engine
+            (Bonferroni).
+        num_changed: the name of a setting -> the number of its sequences for which `same_text_as` returned other
+            tokens; None if `same_text_as` was not given.
     """
 
     reports: dict[str, LosslessReport]
@@ -178,7 +186,7 @@ class EngineReport(Report):
 
     @property
     def broken(self) -> list[str]:
-        """The settings whose law is rejected, or that have changed sequences."""
+        """The names of settings for which a test rejects, or `same_text_as` returned other tokens."""
         changed = self.num_changed or {}
         return [name for name, report in self.reports.items() if not report or changed.get(name, 0) > 0]
 

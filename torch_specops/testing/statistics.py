@@ -11,16 +11,16 @@ from torch import Tensor
 
 from .report import CONFIDENCE, LawTest
 
-# For each position t, the laws [V ** t, V] of the token there after each sequence of t tokens, float64.
+# For each position t, [V ** t, V] float64: the distribution of the token at t after each possible sequence of t tokens.
 Laws = list[Tensor]
-# With fewer expected outcomes in a cell, the chi-square approximation is poor.
+# A cell needs at least this expected count, because the chi-square approximation is poor for smaller counts.
 MIN_EXPECTED = 10.0
 
 
 def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[Tensor]:
-    """Count sequences [N, T]: for each position t, [V ** t, V] counts of the tokens emitted there (>= 0) by the tokens
-    before them; then [V ** T] counts of whole sequences, whose missing tokens are drawn from the laws. A sequence y_0
-    y_1 .. is indexed as a number in base V."""
+    """Count the tokens of sequences [N, T]. For each position t it returns counts [V ** t, V] of the emitted tokens (>=
+    0), for each sequence of tokens before them. The last element has counts [V ** T] of whole sequences, whose missing
+    tokens are drawn from the laws. A sequence y_0 y_1 .. has as its index the number with these digits in base V."""
     index = torch.zeros(len(tokens), dtype=torch.int64, device="cpu")
     uniforms = torch.rand(tokens.shape, generator=generator, dtype=torch.float64, device="cpu")
     counts = []
@@ -34,8 +34,8 @@ def count_texts(tokens: Tensor, laws: Laws, generator: torch.Generator) -> list[
 
 
 def law_tests(counts: list[Tensor], laws: Laws, significance: float, draft: Laws | None = None) -> tuple[LawTest, ...]:
-    """One test for each position, of the tokens given the tokens before them, then the joint test; see
-    `count_texts`."""
+    """Test the counts of `count_texts`. Returns a test for each position, of the token given the tokens before it, and
+    then the joint test."""
     threshold, trials = significance / len(counts), int(counts[-1].sum())
     before = torch.ones(1, dtype=torch.float64, device="cpu")
     tests = []
@@ -48,7 +48,7 @@ def law_tests(counts: list[Tensor], laws: Laws, significance: float, draft: Laws
 
 
 def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -> LawTest:
-    """The test that each row of counts [.., C] is a sample from its row of `law`, given the size of each sample."""
+    """Test whether each row of counts [.., C] is a sample from its row of `law`, given the size of each sample."""
     counts = counts.double()
     sizes = counts.sum(-1, keepdim=True)
     # Avoid a division by zero if no trial reached the position.
@@ -58,12 +58,14 @@ def _test(position: int | None, counts: Tensor, law: Tensor, threshold: float) -
     statistic, dof, pooled = pearson_statistic(counts, expected, MIN_EXPECTED)
     statistic = math.inf if impossible else statistic
     effect = detectable_effect(dof, threshold, trials, CONFIDENCE)
-    # If the law is certain, any other token is detected, and one occurs with probability 1 - (1 - TV)**trials.
+    # If the target emits one token with certainty, any other token is detected. With a bias of TV, another token occurs
+    # with probability 1 - (1 - TV)**trials.
     is_certain = dof == 0 and pooled == 0 and int(sizes.sum()) > 0
     visible = 1 - (1 - CONFIDENCE) ** (1 / trials) if is_certain else min(effect / 2, 1.0)
     distance = float((counts - expected).abs().sum()) / 2 / trials
     by_chance = float(mean_absolute_deviation(sizes, law).sum()) / 2 / trials
-    # One trial moves the distance by at most 1 / trials, and the mean distance is at least that of the loop's law.
+    # McDiarmid's inequality: one trial changes the distance by at most 1 / trials, and the mean distance is at least
+    # the distance between the loop's and the target's distribution.
     bound = min(distance + math.sqrt(-math.log(1 - CONFIDENCE) / (2 * trials)), 1.0)
     numbers = (statistic, dof, chi_square_tail(statistic, dof), effect, visible, pooled / trials, impossible)
     return LawTest(position, distance, by_chance, bound, *numbers)
@@ -73,12 +75,13 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     """The p-value of Pearson's chi-square test that `counts` were drawn from `probabilities`.
 
     Args:
-        counts: [N] how often each outcome occurred.
-        probabilities: [N] float64, summing to 1. Outcomes expected fewer than 5 times are merged into one bin (with
-            the rarest other outcome if they still are too few). A count where the probability is zero gives 0.0.
+        counts: [N], the number of times that each outcome occurred.
+        probabilities: [N] float64 with sum 1. Outcomes expected fewer than 5 times are merged into one bin. If the bin
+            is still expected fewer than 5 times, the rarest other outcome is merged into it. If an outcome of
+            probability zero occurred, the p-value is 0.0.
 
     Raises:
-        ValueError: shapes that differ, probabilities whose sum is not 1.
+        ValueError: the shapes differ, or the sum of the probabilities is not 1.
 
     Examples:
         >>> import torch
@@ -99,8 +102,8 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
-    """The temperature T that maximises the likelihood of the counts, with the law's logits divided by T; 0 if only the
-    most likely outcome occurred; None if the counts do not fit the law at that temperature either.
+    """The temperature T that maximises the likelihood of the counts, if the logits of `law` are divided by T. It is 0
+    if only the most likely outcome occurred. It is None if the counts do not fit the law at any temperature.
 
     Args:
         counts: [V].
@@ -119,22 +122,25 @@ def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
     def mean(weights: Tensor) -> float:
         return float((weights * logits)[possible].sum() / weights.sum())
 
-    # The likelihood is greatest where the mean log-probability equals that of the counts; the mean grows with 1 / T.
+    # The likelihood is largest at the T for which the mean logit under the distribution equals the mean logit of the
+    # counts. The mean increases with 1 / T, so bisect.
     inverse = _solve(lambda value: value > 1e6 or mean(at(value)) >= mean(counts))
     fits = inverse > 1e-6 and chi_square(counts, at(inverse)) > 1 - CONFIDENCE
     return 1 / inverse if fits else None
 
 
 def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> tuple[float, int, float]:
-    """Chi-square of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled cells.
+    """The chi-square statistic of rows of counts, its degrees of freedom, and the expected number of outcomes in pooled
+    cells.
 
-    In each row the cells below `min_expected` are pooled into one, with the next larger if that is still too small.
-    A row that ends up as one cell is not tested. Pooling depends on the sizes of the rows, not on the counts.
+    In each row, the cells expected fewer than `min_expected` times are pooled into one cell. If that cell is still too
+    small, the next larger cell is added. A row with only one cell left is not tested. Pooling depends on the sizes of
+    the rows, but not on the counts in them.
     """
     expected, order = expected.sort(-1)
     frequent = expected >= min_expected
     small = (expected * ~frequent).sum(-1, keepdim=True)
-    # Ascending order: the first frequent cell comes next.
+    # Cells are in ascending order, so the first frequent cell is the next larger one.
     is_next = frequent & (frequent.cumsum(-1) == 1)
     pooled = (expected > 0) & (~frequent | (is_next & (small > 0) & (small < min_expected)))
 
@@ -144,18 +150,20 @@ def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> 
     counts, cells = merged(counts.gather(-1, order)), merged(expected)
     dof = ((cells > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     terms = torch.where((cells > 0) & (dof > 0), (counts - cells) ** 2 / cells, 0.0)
-    # A cell that is the only possible outcome of a row was not pooled.
+    # Do not count a pooled cell with a single member, which is the only possible outcome of its row.
     num_pooled = float(cells[..., -1][pooled.sum(-1) > 1].sum())
     return float(terms.sum()), int(dof.sum()), num_pooled
 
 
 def chi_square_tail(statistic: float, dof: int, noncentrality: float = 0.0) -> float:
-    """P(X >= statistic) for X with a noncentral chi-square law: chi-square laws with dof + 2 j degrees of freedom,
-    weighted by a Poisson law of mean noncentrality / 2 over j. With dof 0, X is 0."""
+    """P(X >= statistic) for X with a noncentral chi-square distribution. This is a mixture of chi-square distributions
+    with dof + 2 j degrees of freedom, where j has a Poisson distribution with mean noncentrality / 2. With dof 0, X is
+    0."""
     if dof == 0:
         return float(statistic <= 0)
     mean = noncentrality / 2
-    # Beyond 12 standard deviations a Poisson weight is below float64's resolution; the 60 are for small means.
+    # Beyond 12 standard deviations, Poisson weights are below the resolution of float64. Add 60, because for small
+    # means 12 standard deviations are too few terms.
     reach = 12 * math.sqrt(mean) + 60 if mean > 0 else 0
     j = torch.arange(max(0, math.floor(mean - reach)), math.ceil(mean + reach) + 1, dtype=torch.float64, device="cpu")
     weights = torch.exp(torch.special.xlogy(j, mean) - mean - torch.lgamma(j + 1))
@@ -164,15 +172,16 @@ def chi_square_tail(statistic: float, dof: int, noncentrality: float = 0.0) -> f
 
 
 def critical_value(dof: int, significance: float) -> float:
-    """The statistic that a chi-square law exceeds with probability `significance`."""
+    """The value that a chi-square variable exceeds with probability `significance`."""
     return _solve(lambda statistic: chi_square_tail(statistic, dof) <= significance)
 
 
 def detectable_effect(dof: int, significance: float, trials: int, power: float) -> float:
-    """The smallest effect w, w**2 = sum (r - p)**2 / p for counts drawn from r, that a test of p with that significance
-    rejects with probability `power`: the statistic has noncentrality trials * w**2. Infinite for dof 0. Since 2 TV =
-    sum |r - p| <= w (Cauchy and Schwarz), every r whose total variation from p is at least w / 2 is detected with at
-    least that probability."""
+    """The smallest effect w that a test of p detects with probability `power`; infinite for dof 0.
+
+    The effect of counts drawn from r is defined by w**2 = sum (r - p)**2 / p, and the statistic then has noncentrality
+    trials * w**2. By the inequality of Cauchy and Schwarz, 2 TV = sum |r - p| <= w. Therefore every r whose total
+    variation from p is at least w / 2 is detected with at least this probability."""
     if dof == 0:
         return math.inf
     critical = critical_value(dof, significance)
@@ -180,8 +189,8 @@ def detectable_effect(dof: int, significance: float, trials: int, power: float) 
 
 
 def mean_absolute_deviation(trials: Tensor, probabilities: Tensor) -> Tensor:
-    """E|X - n p| for binomial X: 2 (m + 1) C(n, m + 1) p**(m + 1) (1 - p)**(n - m), m = floor(n p) (De Moivre).
-    `trials` (n) and `probabilities` (p) are float64 and broadcast."""
+    """E|X - n p| for a binomial variable X. By De Moivre it is 2 (m + 1) C(n, m + 1) p**(m + 1) (1 - p)**(n - m) with m
+    = floor(n p). `trials` (n) and `probabilities` (p) are float64 and broadcast."""
     m = torch.floor(trials * probabilities)
     log_choose = torch.lgamma(trials + 1) - torch.lgamma(m + 1) - torch.lgamma(trials - m)
     log_powers = torch.special.xlogy(m + 1, probabilities) + torch.special.xlog1py(trials - m, -probabilities)
@@ -193,7 +202,7 @@ def _solve(holds: Callable[[float], bool]) -> float:
     low, high = 0.0, 1.0
     while not holds(high):
         high *= 2
-    # After 53 halvings the interval is below float64's resolution.
+    # After 53 halvings, the interval is smaller than the resolution of float64.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)

@@ -1,4 +1,4 @@
-"""transformers' settings for assisted generation: how many tokens to draft."""
+"""Read transformers' settings for assisted generation, which say how many tokens to draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ...checks import check_int
 from ...drafts import AnyDraft
 from ...schedules import Schedule
 
-# transformers writes these defaults into the config of every call, so they are not the user's choice.
+# transformers writes these defaults into the config of every call. A value equal to its default is therefore treated as
+# not given.
 DEFAULTS = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -26,28 +27,29 @@ def read_assistant_settings(
     schedule: str | Schedule | None,
     **given: Any,
 ) -> tuple[int | None, str | Schedule | None]:
-    """K and the schedule of a call; None = the draft's default.
+    """Return K and the schedule of a call; None = use the draft's default.
 
     Args:
-        config: as `generate` prepared it.
-        draft: the call's draft. If it is a model, its generation config is read too, as in transformers.
+        config: the generation config that `generate` prepared.
+        draft: the draft of the call. If it is a model, its generation config is read too, as in transformers.
         num_draft_tokens, schedule: our arguments; None = not given.
         given: transformers' arguments, named as in `DEFAULTS`; None = not given.
 
     Raises:
-        NotImplementedError: a confidence threshold above 0.
-        TypeError, ValueError: a setting under two names; a number below 1; a schedule that transformers does not have.
+        NotImplementedError: the confidence threshold is above 0.
+        TypeError, ValueError: a setting is given under two names, a number is below 1, or transformers does not have
+            the schedule.
     """
     lookup, count = config.prompt_lookup_num_tokens, given["num_assistant_tokens"]
-    for name, value, other, own in (
+    for name, value, other, other_value in (
         ("num_draft_tokens", num_draft_tokens, "prompt_lookup_num_tokens", lookup),
         ("num_assistant_tokens", count, "prompt_lookup_num_tokens", lookup),
         ("num_assistant_tokens", count, "num_draft_tokens", num_draft_tokens),
         ("num_assistant_tokens_schedule", given["num_assistant_tokens_schedule"], "schedule", schedule),
     ):
-        if value is not None and own is not None:
+        if value is not None and other_value is not None:
             raise ValueError(f"{name}: expected None beside {other}, which is the same, got {value!r}")
-    # Like transformers, ignore these settings without a draft and with `prompt_lookup_num_tokens`.
+    # Like transformers, ignore these settings if there is no draft or if `prompt_lookup_num_tokens` is given.
     has_model = draft is not None and lookup is None
     count, plan, threshold = (_wish(name, given[name], config, draft) if has_model else None for name in DEFAULTS)
     plan = given["num_assistant_tokens_schedule"] if plan is None else plan
@@ -64,10 +66,11 @@ def read_assistant_settings(
     return chosen, SCHEDULES[plan] if schedule is None and plan is not None else schedule
 
 
-def _wish(name: str, given: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
-    """A setting: the caller's, else the config's if it is not the default, else the draft model's."""
-    if given is not None:
-        return given
+def _wish(name: str, argument: Any, config: GenerationConfig, draft: AnyDraft) -> Any:
+    """The value of a setting: the caller's argument, else the value in `config` if it is not the default, else the
+    value in the draft model's generation config."""
+    if argument is not None:
+        return argument
     value = getattr(config, name, None)
     if value is not None and value != DEFAULTS[name]:
         return value

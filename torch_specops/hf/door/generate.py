@@ -59,54 +59,58 @@ def custom_generate(
 
     `model.generate(..., custom_generate=torch_specops.hf.custom_generate, assistant_model=...)` returns what
     `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens from the same
-    distribution. Users pass the arguments from `draft_model` to `compile`, `grammar` and transformers' settings for
-    assistants; transformers prepares the others.
+    distribution. Users pass the arguments from `draft_model` to `compile`, `grammar`, and the three that contain
+    "assistant" in their names. transformers passes all others.
 
     Args:
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
-        logits_processor: any processors; with a draft, only those that keep no state between calls. A processor
-            without a counterpart in `SamplingParams` is called as transformers would call it, and so is every
-            processor before it; such steps are not compiled.
-        stopping_criteria: any. A row ends with the token for which a criterion returns True. Criteria other than
-            lengths, eos tokens, stop strings and times are called as transformers would call them: once per token,
+        logits_processor: any processors. With a draft, they must not depend on earlier calls. Most processors are
+            converted to `SamplingParams`. If a processor has no equivalent there, it and others are called as
+            transformers would call them, and the steps are not compiled.
+        stopping_criteria: any criteria. A row ends with the token for which a criterion returns True. Criteria other
+            than lengths, eos tokens, stop strings and times are called as transformers would call them: once per token,
             with all rows, and with scores if requested.
-        generation_config: as `generate` prepared it.
+        generation_config: the config that `generate` prepared.
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` means the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True`
-            select a draft as in transformers; with `speculation_type="dflash"` it is a drafter of transformers or a
-            `DFlash`. MTP layers and a drafter are loaded once per model.
-        num_draft_tokens, schedule, verify, compile: arguments of `SpeculativeDecoder`. As long as the model lives, its
-            next call with the same draft and the same values reuses compiled code. If the first two are None,
-            `num_assistant_tokens` and `num_assistant_tokens_schedule` set them. Otherwise they default to the draft's
-            number, and to "auto" for drafts that are not sampled, else "constant".
-        num_assistant_tokens, num_assistant_tokens_schedule: transformers' names for these two; "heuristic" and
-            "heuristic_transient" both start over in each call. None = the value in `generation_config` if it is not
-            transformers' default (20, "constant"), else the value in the generation config of a draft model.
+            select a draft as in transformers. With `speculation_type="dflash"`, the draft model must be a DFlash
+            drafter of transformers or a `DFlash`. MTP layers and DFlash drafters are loaded once per model.
+        num_draft_tokens, schedule, verify, compile: arguments of `SpeculativeDecoder`. The next call of the same model
+            with the same draft and the same values reuses the compiled code. If the first two are None,
+            `num_assistant_tokens` and `num_assistant_tokens_schedule` set them. If those are None too, the number
+            defaults to the draft's default, and the schedule to "auto" for drafts that are not sampled, else to
+            "constant".
+        num_assistant_tokens, num_assistant_tokens_schedule: transformers' names for `num_draft_tokens` and `schedule`.
+            The schedules "heuristic" and "heuristic_transient" both start again in each call. None = the value in
+            `generation_config` if it is not transformers' default (20, "constant"), else the value in the generation
+            config of the draft model.
         assistant_confidence_threshold: 0 or None.
         token_streamer: the `streamer` of `SpeculativeDecoder.generate`. Pass a transformers streamer as `streamer=`.
-        seed, grammar: arguments of `SpeculativeDecoder.generate`. A processor of xgrammar, or of outlines with
-            xgrammar or llguidance, is read as a grammar unless it has been called before.
-        tokenizer: for the stop strings.
-        has_mask: True = the caller gave a mask.
+        seed, grammar: arguments of `SpeculativeDecoder.generate`. A logits processor of xgrammar, or of outlines with
+            xgrammar or llguidance, is converted to a grammar unless it has been called before.
+        tokenizer: the tokenizer that decodes text for stop strings.
+        has_mask: True = the caller passed an attention mask.
         image_inputs: the images of the prompts.
         inputs_tensor: the encoder's input.
         model_kwargs: masks, the encoder's output and other inputs for transformers' loop.
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
-        with these `sequences`, with `stats`, and on request with `scores` and `logits` as in transformers: for each
-        new token [B, V] float32, after and before processors. They are NaN where a row has no token, and take
-        B x L x V x 4 bytes each. Steps that keep them are not compiled.
+        object with these `sequences` and with `stats`. It also has `scores` and `logits` if the config requests them.
+        As in transformers, each holds one [B, V] float32 tensor per new token: logits before processors, scores after
+        them. Rows that have ended contain NaN. Each takes B x L x V x 4 bytes, and steps that keep them are not
+        compiled.
 
     Raises:
-        NotImplementedError: a generation mode other than greedy decoding, sampling and their assisted forms, a
-            `speculation_type` other than "dflash", attentions or hidden states, an `assistant_tokenizer`, an
-            `assistant_ensemble_weight` below 1, an `assistant_confidence_threshold` with a draft model, PEFT's
-            `adapter_names`. With a draft or `output_scores`, a processor that depends on earlier calls (classifier-free
-            guidance, SynthID, other grammars) or that raises in a later call. `output_scores` with `grammar`.
-        TypeError, ValueError: an argument that `SpeculativeDecoder` refuses, or that was given under two names; a
-            cache, positions or other model inputs that this loop would ignore.
+        NotImplementedError: an unsupported argument. These are a generation mode other than greedy decoding, sampling
+            and their assisted forms; a `speculation_type` other than "dflash"; attentions or hidden states as outputs;
+            an `assistant_tokenizer`; an `assistant_ensemble_weight` below 1; an `assistant_confidence_threshold` above
+            0 with a draft model; PEFT's `adapter_names`; and `output_scores` with `grammar`. With a draft or
+            `output_scores`, also raised for a processor that depends on earlier calls (classifier-free guidance,
+            SynthID, other grammars) or that raises in a later call.
+        TypeError, ValueError: `SpeculativeDecoder` refuses an argument, an argument is given under two names, or the
+            caller passes a cache, positions or other model inputs that this loop would ignore.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -142,20 +146,21 @@ def custom_generate(
     choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule}
     choices |= {"verify": verify, "compile": compile}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
-    kept = _cached_decoder(model, draft_model, eager, choices)
-    target: Any = kept.decoder.target
+    cached = _cached_decoder(model, draft_model, eager, choices)
+    target: Any = cached.decoder.target
     inputs = image_inputs or None
-    # transformers repeats the prompts but not their images.
+    # transformers repeats each prompt `num_return_sequences` times, but not its images. Pass each prompt once, because
+    # the loop repeats prompts and images itself.
     copies = max(generation_config.num_return_sequences or 1, 1) if image_inputs else 1
     if isinstance(target, EncoderDecoderModel):
         target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     arguments = GenerateArguments(
         attention_mask=None if mask is None else mask[::copies],
-        # transformers emits one token even if the prompt has max_length tokens already.
+        # Like transformers, emit one token even if the prompt already has max_length tokens.
         max_new_tokens=max(min(stops.lengths) - input_ids.shape[1], 1),
         sampling=sampling,
         seed=seed,
-        # transformers ignores an eos that the model cannot emit.
+        # Like transformers, ignore eos tokens outside the vocabulary.
         eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
         pad_token_id=sampling.pad_token_id,
         inputs=inputs,
@@ -165,10 +170,12 @@ def custom_generate(
         grammar=grammar,
     )
     batch_rules = BatchRules(stops.batch_rules, input_ids, sampling.pad_token_id) if stops.batch_rules else None
-    output = kept.decoder.run(input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions)
-    # An eager decoder has only caches, which are not worth keeping.
-    if kept.decoder.compiled:
-        _decoders[model] = kept
+    output = cached.decoder.run(
+        input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions
+    )
+    # Keep only compiled decoders: an eager decoder has nothing that is expensive to create again.
+    if cached.decoder.compiled:
+        _decoders[model] = cached
     new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
     sequences = torch.cat([input_ids, pad_sequence(new, True, sampling.pad_token_id)], 1)
     if not generation_config.return_dict_in_generate:
@@ -182,22 +189,24 @@ hand_on_arguments(GenerationMixin, custom_generate)
 
 
 class _CachedDecoder(NamedTuple):
-    """A decoder, the settings it was made for, and the copy of the model that it reads."""
+    """A decoder, the settings it was created for, and the copy of the model that it runs."""
 
     made_for: tuple[Any, ...]
     shadow: ShadowModel
     decoder: SpeculativeDecoder
 
 
-# The compiled decoder of each model. It reads a copy of the model, so that an entry does not keep its key alive.
+# Model -> its compiled decoder. The decoder runs a copy of the model, because a value that refers to its key would keep
+# the entry alive.
 _decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionary()
 
 
 def _cached_decoder(
     model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
 ) -> _CachedDecoder:
-    # Compare the model itself by name, because an entry must not keep its key alive. Compare drafts that each call
-    # creates again by their settings.
+    # A cached decoder is reused if these settings are equal. If the model drafts for itself, compare a string, because
+    # a reference to the model would keep the cache entry alive. Compare drafts that each call creates again by their
+    # settings.
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
@@ -205,40 +214,41 @@ def _cached_decoder(
         draft = MTP, draft_model.head
     if type(draft_model) is DFlash:
         draft = DFlash, draft_model.head, draft_model.deterministic, draft_model.confidence
-    # A graph cannot be reused on another device or in another dtype.
+    # Include the device and the dtype, because compiled code works only for one device and one dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
-    kept = _decoders.get(model)
-    # Remove the decoder while it is in use, so that a call from another thread makes its own.
-    if kept is not None and kept.made_for == made_for and _decoders.pop(model, None) is kept:
-        kept.shadow.of(model)
-        return kept
+    cached = _decoders.get(model)
+    # Remove the decoder while it is in use, so that a concurrent call from another thread creates another one.
+    if cached is not None and cached.made_for == made_for and _decoders.pop(model, None) is cached:
+        cached.shadow.of(model)
+        return cached
     shadow = ShadowModel()
-    own = shadow.of(model)
-    target = language_model(own)
+    copied_model = shadow.of(model)
+    target = language_model(copied_model)
     target.eager_because = not_compiled
-    decoder = SpeculativeDecoder(target, own if draft_model is model else draft_model, **choices)
+    decoder = SpeculativeDecoder(target, copied_model if draft_model is model else draft_model, **choices)
     return _CachedDecoder(made_for, shadow, decoder)
 
 
-# For each model, the network of its MTP layers or its DFlash drafter, and the settings that it was made for.
+# For each model and kind of draft (`MTP` or `DFlash`): the settings that the draft network was loaded for, and the
+# network.
 _heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any]]] = WeakKeyDictionary()
 
 
 def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
-    """The draft from a DFlash drafter; without one, from the model's MTP layers."""
-    kept, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
-    # Loading weights into a drafter increments their versions.
+    """Create the draft from a DFlash drafter, or from the model's MTP layers if there is no drafter."""
+    networks, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
+    # Compare the versions of the weights, because loading other weights into the drafter increments them.
     versions = () if drafter is None else tuple(weight._version for weight in drafter.parameters())
     source, text = drafter or model.config.name_or_path, model.config.get_text_config()
     made_for = source, versions, model.device, model.dtype, text._attn_implementation, text.vocab_size
-    if kind not in kept or kept[kind][0] != made_for:
+    if kind not in networks or networks[kind][0] != made_for:
         head: Any = read_mtp_head(model) if drafter is None else read_drafter(drafter, model.device, model.dtype)
-        kept[kind] = made_for, head
-    return kind(kept[kind][1])
+        networks[kind] = made_for, head
+    return kind(networks[kind][1])
 
 
 def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: AnyDraft) -> AnyDraft:
-    """The draft that a call requests; refuses modes and drafts that this loop does not support."""
+    """Return the draft that a call requests. Raises for generation modes and drafts that this loop does not support."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         advice = " (num_beams: use torch_specops.beam.beam_search)" if config.num_beams not in (None, 1) else ""
@@ -271,21 +281,22 @@ def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: A
 
 
 def check_ensemble_weight(weight: float | None) -> None:
-    # A weight of 1 is the target alone.
+    # A weight of 1 verifies against the target alone, as this loop does.
     if weight not in (None, 1.0):
         raise NotImplementedError(
             f"assistant_ensemble_weight: verifying against a mixture is another law, got {weight}"
         )
 
 
-# Arguments that transformers prepares for its own loop. Ours has another cache and needs none of them.
+# Arguments that transformers prepares for its decoding loop. This loop ignores them, because it has a different cache.
 _PREPARED = {*CACHE_NAMES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 
 def _prompt_mask(
     model: PreTrainedModel, input_ids: Tensor, has_mask: bool, model_kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """The mask of the prompts; None = not given. Refuses model inputs that this loop would ignore."""
+    """Return the attention mask of the prompts; None = not given. Raises for model inputs that this loop would
+    ignore."""
     for name in CACHE_NAMES:
         if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise ValueError(f"{name}: the loop has a cache of its own and would neither read nor fill this one")
@@ -293,13 +304,13 @@ def _prompt_mask(
         raise ValueError(
             "model: a wrapper (PEFT's prompt tuning) changes its inputs, and this loop would not call that"
         )
-    # transformers 5.18 and later encode images and videos first, and pass an empty dict where there are none.
+    # transformers 5.18 and later encode images and videos before this call, and pass an empty dict if there are none.
     if model_kwargs.get("mm_encoder_outputs"):
         raise ValueError(
             "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
             "expected pixel_values, and of a model whose images it reads (docs/models.md)"
         )
-    # PEFT passes `adapter_names` to its layers in hooks, and does not pass them to this function.
+    # PEFT passes `adapter_names` to its layers through forward hooks, so they are not among the arguments here.
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
         raise NotImplementedError(
@@ -318,7 +329,7 @@ def _prompt_mask(
         if bool(((positions != is_token.cumsum(1) - 1) & (is_token != 0)).any()):
             raise ValueError(f"{prefix}position_ids: expected each row's tokens counted from 0, got others")
     if mask is None or bool((mask == 1).all()):
-        # transformers 5.17 drops a mask without zeros, and makes one if none was given.
+        # Use `has_mask`, because transformers 5.17 removes a mask of ones, and creates one if the caller passed none.
         return torch.ones_like(input_ids) if has_mask else None
     return mask
 
@@ -326,9 +337,9 @@ def _prompt_mask(
 def _encoder_inputs(
     model: PreTrainedModel, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of the target's encoder, and its input for a draft that has another encoder."""
+    """The output of the target's encoder, and the encoder inputs for a draft that has a different encoder."""
     inputs = {}
-    # transformers passes tokens of -100 if the caller gave the encoder's output instead of its input.
+    # If the caller passed the encoder's output, transformers fills the encoder's input with -100.
     if inputs_tensor is not None and not bool((inputs_tensor == -100).all()):
         copies = input_ids.shape[0] // inputs_tensor.shape[0]
         inputs[model.main_input_name] = inputs_tensor.repeat_interleave(copies, 0)

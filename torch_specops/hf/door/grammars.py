@@ -1,4 +1,4 @@
-"""Logits processors of xgrammar and outlines, converted to grammars of the loop."""
+"""Convert logits processors of xgrammar and outlines to `Grammar` objects."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from .processors import FIRST_WARPER, STAGE
 def take_grammars(
     processors: LogitsProcessorList, grammar: AnyGrammar, num_rows: int
 ) -> tuple[LogitsProcessorList, AnyGrammar]:
-    """Take a grammar's processor out of the list. Returns the other processors, and a new `Grammar` for each row.
+    """Remove the processor of a grammar from the list. Returns the other processors, and a new `Grammar` for each row.
 
-    The arguments are returned unchanged if there is no such processor, it has been called, a warper comes before it, or
-    a processor after it is not in `STAGE`.
+    The arguments are returned unchanged if there is no such processor, if it has already been called, if a warper comes
+    before it, or if a processor after it is not in `STAGE`.
 
     Args:
-        grammar: the caller's argument.
+        grammar: the argument `grammar` of `custom_generate`.
 
     Raises:
-        ValueError: both a `grammar` and such a processor.
+        ValueError: `grammar` is given, and the list has a processor of a grammar.
     """
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
-        found = _grammars_of(processor, num_rows)
-        # The loop applies the grammar's mask between processors and warpers. It commutes with processors in STAGE.
-        is_behind_a_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
-        if found is None or is_behind_a_warper or any(type(each) not in STAGE for each in after):
+        row_grammars = _grammars_of(processor, num_rows)
+        # The loop applies a grammar's mask after the processors and before the warpers. That gives the same result only
+        # if no warper comes before the mask, and if the mask commutes with later processors, as with those in STAGE.
+        is_after_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
+        if row_grammars is None or is_after_warper or any(type(each) not in STAGE for each in after):
             continue
         if grammar is not None:
             raise ValueError(f"grammar: expected None beside {_name_of(processor)} in logits_processor, got both")
-        return LogitsProcessorList([*before, *after]), found
+        return LogitsProcessorList([*before, *after]), row_grammars
     return processors, grammar
 
 
 def _grammars_of(processor: Any, num_rows: int) -> list[Grammar | None] | None:
-    """A new `Grammar` for each row; None if the processor has none or has been called."""
+    """A new `Grammar` for each row; None if the processor has no grammar or has already been called."""
     match _name_of(processor):
         case "xgrammar.contrib.hf.LogitsProcessor" if not processor.prefilled:
             compiled = list(processor.compiled_grammars)

@@ -1,4 +1,4 @@
-"""The outputs of `custom_generate` for calls that ask for more than the tokens."""
+"""The outputs of `custom_generate` with `return_dict_in_generate=True`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ class DecoderOnlyOutput(GenerateDecoderOnlyOutput):
 
 @dataclass
 class EncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same for an encoder-decoder model."""
+    """`DecoderOnlyOutput` for an encoder-decoder model."""
 
     stats: GenerationStats | None = None
 
 
 class Predictions:
-    """Scores and logits of a call, as transformers' `generate` returns them: for each new token [B, V] float32.
+    """The scores and logits of a call, one [B, V] float32 tensor per new token, as transformers' `generate` returns
+    them.
 
-    An eager step pushes all of the target's logits. Once the host has read the step's record, only the logits of
-    emitted tokens are kept: B x L x V x 4 bytes in the end.
+    Each step first calls `push` with the target's logits at all its positions. When the step's number of emitted tokens
+    is known, `keep` drops the logits of other positions. In the end B x L x V x 4 bytes are kept.
 
     Args:
-        processors: turn logits into scores.
+        processors: the logits processors that convert logits to scores.
         prompts: [B, P], padding included.
-        config: says which of them the call requests.
+        config: its `output_scores` and `output_logits` say which outputs the call requests.
     """
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, config: GenerationConfig) -> None:
@@ -53,11 +54,12 @@ class Predictions:
         self._scores: tuple[Tensor, ...] = ()
 
     def push(self, logits: Tensor) -> None:
-        """Add the logits of a step [B, K+1, V]."""
+        """Store the logits [B, K+1, V] of a step."""
         self._steps.append(logits)
 
     def keep(self, num_tokens: list[int]) -> None:
-        """Keep the first `num_tokens` logits of each row of the oldest pushed step."""
+        """Keep the logits of the first num_tokens[b] positions of each row b of the oldest pushed step, and drop the
+        others."""
         logits = self._steps.pop(0)
         for row, count in enumerate(num_tokens):
             self._rows[row] += logits[row, :count].to(torch.float32, copy=True)
@@ -68,31 +70,31 @@ class Predictions:
             return None
         for place in range(len(self._scores), input_ids.shape[1] - self._num_prompt):
             text = input_ids[:, : self._num_prompt + place]
-            # Give processors zeros for a row that has ended: its logits are NaN.
+            # The logits of a row that has ended are NaN. Replace them by zeros, because a processor may fail on NaN.
             logits = self._logits(place)
             logits = torch.where(logits.isnan().all(1, keepdim=True), 0.0, logits)
             self._scores += (self._processors(text, logits.to(text.device)),)
         return self._scores
 
     def fields(self, sequences: Tensor, lengths: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """`scores` and `logits`, if requested; NaN where a row has no token.
+        """The requested outputs `scores` and `logits`. Tensors contain NaN in rows that have no token there.
 
         Args:
             sequences: [B, P + L].
-            lengths: [B], new tokens of each row.
+            lengths: [B], the number of new tokens of each row.
         """
-        found = {"scores": self.scores(sequences)}
+        outputs = {"scores": self.scores(sequences)}
         if self._config.output_logits:
             places = range(sequences.shape[1] - self._num_prompt)
-            found["logits"] = tuple(self._logits(place).to(sequences.device) for place in places)
+            outputs["logits"] = tuple(self._logits(place).to(sequences.device) for place in places)
         return {
-            name: tuple(each.masked_fill((lengths <= n).unsqueeze(1), math.nan) for n, each in enumerate(values))
-            for name, values in found.items()
-            if values is not None
+            name: tuple(each.masked_fill((lengths <= n).unsqueeze(1), math.nan) for n, each in enumerate(tensors))
+            for name, tensors in outputs.items()
+            if tensors is not None
         }
 
     def _logits(self, place: int) -> Tensor:
         """The logits [B, V] float32 of each row's new token number `place`; NaN for rows without that token."""
-        found = [own[place] if place < len(own) else None for own in self._rows]
-        none = next(torch.full_like(logits, math.nan) for logits in found if logits is not None)
-        return torch.stack([none if logits is None else logits for logits in found])
+        row_logits = [row[place] if place < len(row) else None for row in self._rows]
+        none = next(torch.full_like(logits, math.nan) for logits in row_logits if logits is not None)
+        return torch.stack([none if logits is None else logits for logits in row_logits])

@@ -1,9 +1,10 @@
-"""Pass on arguments of transformers' `generate` that it does not pass to a `custom_generate` function.
+"""Patch transformers' `generate` so that it passes all its arguments to a `custom_generate` function.
 
-`generate` accepts `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, and silently drops them for a
-custom function: there is no draft, and a reader of the streamer waits forever (transformers 5.17 to 5.24). One of its
-methods sees them all before the first token, and is wrapped here. Another method, also wrapped, refuses drafts where
-transformers' loop cannot use them: for models that keep states, and for several sequences per prompt.
+`generate` accepts `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, but silently drops them if
+there is a custom function (transformers 5.17 to 5.24). There would be no draft, and a thread that reads the streamer
+would wait forever. This module wraps the method of `generate` that gets all of them before the first token. It also
+wraps a method that refuses drafts for models with recurrent states and for several sequences per prompt, because only
+transformers' loop has these limits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PARAMETERS = {
 
 
 def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
-    """Let the `generate` of `mixin` pass more arguments to `custom_generate=function`, and allow drafts in every call.
+    """Make the `generate` of `mixin` pass more arguments to `custom_generate=function`, and accept drafts in every
+    call.
 
     The arguments are `assistant_model` (as `draft_model`), `streamer` (as `token_streamer`), `tokenizer`, `has_mask`
     (whether the caller gave a mask) and `image_inputs` (the images, if this loop reads images with the model). Calls
@@ -56,7 +58,7 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
         self: Any, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
         more: dict[str, Any] = {}
-        # The function may be wrapped in a `functools.partial`.
+        # Users may wrap the function in a `functools.partial`.
         if getattr(custom_generate, "func", custom_generate) is function:
             for name in kwargs.keys() & IN_CUSTOM_GENERATE.keys():
                 raise TypeError(f"{name}: custom_generate has no such argument; pass {IN_CUSTOM_GENERATE[name]}")
@@ -64,9 +66,12 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
                 raise NotImplementedError(
                     "assistant_tokenizer: expected None; a draft with other tokens is draft_model=TokenMap(...)"
                 )
-            heard = None if streamer is None else _after_the_prompt(streamer)
-            given = (assistant_model, "assistant_model", "draft_model"), (heard, "streamer", "token_streamer")
-            for value, given_as, name in given:
+            token_streamer = None if streamer is None else _after_the_prompt(streamer)
+            passed_on = (
+                (assistant_model, "assistant_model", "draft_model"),
+                (token_streamer, "streamer", "token_streamer"),
+            )
+            for value, given_as, name in passed_on:
                 if value is not None and kwargs.get(name) is not None:
                     raise ValueError(f"{given_as}: expected None beside {name}, which is the same, got {type(value)}")
                 if value is not None:
@@ -74,14 +79,16 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
             more["tokenizer"] = kwargs.get("tokenizer")
             mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
             more["has_mask"] = kwargs.get(mask) is not None
-            # After this method, transformers may encode the images and not pass them to the function.
+            # Take the images out of the arguments here. After this method, `generate` may encode them and would then
+            # not pass them to the function.
             images = image_inputs(self) if reads_images(self) else ()
             more["image_inputs"] = {name: kwargs.pop(name) for name in images if kwargs.get(name) is not None}
         return extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer) | more
 
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # Calls of our function have `has_mask`. The other checks do not depend on assisted generation.
+        # Only calls of our function have `has_mask`. For these, skip the checks of assisted generation; all other
+        # checks of greedy search are the same.
         if mode is GenerationMode.ASSISTED_GENERATION and "has_mask" in mode_kwargs:
             mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)
@@ -91,6 +98,6 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
 
 
 def _after_the_prompt(streamer: Any) -> Any:
-    """A streamer that drops the first `put`, because `generate` has already sent the prompt."""
+    """Wrap a streamer so that it ignores the first `put`, which would send the prompt a second time."""
     puts = chain([lambda tokens: None], repeat(streamer.put))
     return SimpleNamespace(put=lambda tokens: next(puts)(tokens), end=streamer.end)

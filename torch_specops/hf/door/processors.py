@@ -1,4 +1,4 @@
-"""transformers' logits processors: converted to `SamplingParams` where possible, otherwise called unchanged."""
+"""Convert transformers' logits processors to `SamplingParams` where possible, and call the others unchanged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from transformers.generation import GenerationConfig, LogitsProcessor, LogitsPro
 from ...drafts import AnyDraft
 from ...sampling import ALWAYS, Bias, Processors, SamplingParams, SamplingTensors
 
-# The order in which `SamplingParams` applies them. A processor that only excludes tokens commutes with the penalties
-# before it. `remove_invalid_values` is ignored: docs/what_verify_computes.md defines logits that are not finite.
+# The stages in which `SamplingParams` applies processors. Processors of one stage may be in any order, because a
+# processor that only excludes tokens commutes with penalties. `InfNanRemoveLogitsProcessor` (`remove_invalid_values`)
+# is ignored: docs/what_verify_computes.md defines the results for logits that are not finite.
 _STAGES: tuple[tuple[type, ...], ...] = (
     (generation.SequenceBiasLogitsProcessor,),
     (
@@ -38,11 +39,12 @@ _STAGES: tuple[tuple[type, ...], ...] = (
 )
 STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
 FIRST_WARPER = STAGE[generation.TemperatureLogitsWarper]
-# These depend on earlier calls, but repeating the first call may not show it: after too few calls, or while a grammar
-# stays in one state.
+# Processors that depend on earlier calls. They are listed because the test in `_HostProcessors`, which repeats the
+# first call, may not detect it: there may be too few calls, or a grammar may stay in one state.
 _STATEFUL = generation.SynthIDTextWatermarkLogitsProcessor
 _GRAMMARS = ("llguidance", "outlines", "xgrammar")
-# The padding of prompts is rounded up to a multiple of this, so that batches share compiled code.
+# Round the width of the prompt padding up to a multiple of this number, so that batches with different padding share
+# compiled code.
 PADDING_MULTIPLE = 64
 
 
@@ -52,13 +54,14 @@ class ProcessorSampling(SamplingParams):
 
     Args:
         biases: the same for all rows.
-        padding: [B, P], the left padding of the prompts, which transformers' processors read like tokens; elsewhere
-            the pad token.
-        num_padding: [B] int64.
+        padding: [B, P], the left padding of the prompts; the pad token at all other positions. It is needed because
+            transformers' processors treat padding like other tokens.
+        num_padding: [B] int64, the number of padding tokens of each prompt.
         num_ignored: [B] int64, how many tokens from the left, padding included, a repetition penalty ignores; None = 0.
-        called: processors that are called unchanged.
-        pad_token_id: the token that they see where a row has none.
-        asked_once: True = they are called once per token, as in transformers: without drafts and `output_scores`.
+        called: processors without an equivalent, which are called unchanged.
+        pad_token_id: the token that these processors get where a row has no token.
+        asked_once: True = these processors are called once per token, as in transformers. This needs a call without
+            drafts and without `output_scores`.
     """
 
     biases: tuple[Bias, ...]
@@ -71,7 +74,7 @@ class ProcessorSampling(SamplingParams):
 
     @property
     def not_compiled(self) -> str | None:
-        """The reason why steps are not compiled; None if they may be."""
+        """The reason why steps are not compiled; None if they may be compiled."""
         names = ", ".join(type(each).__name__ for each in self.called)
         return f"{names} of logits_processor: called as they are" if names else None
 
@@ -106,15 +109,15 @@ def read_processors(
     vocab_size: int,
     draft: AnyDraft,
 ) -> ProcessorSampling:
-    """Convert processors to `SamplingParams`. If one has no counterpart, it and all before it are called unchanged, and
-    only warpers after it are converted.
+    """Convert processors to `SamplingParams`. If a processor has no equivalent, the list is split: the processors up to
+    the last one that is not a convertible warper are called unchanged, and only the warpers after it are converted.
 
     Args:
-        input_ids, attention_mask: [B, P], the prompts with their padding.
-        config: as `generate` prepared it.
+        input_ids, attention_mask: [B, P], the padded prompts.
+        config: the generation config that `generate` prepared.
 
     Raises:
-        NotImplementedError: a processor that depends on earlier calls, with a draft or `output_scores`.
+        NotImplementedError: a processor depends on earlier calls, and there is a draft or `output_scores`.
     """
     asked_once = draft is None and not config.output_scores
     pad = getattr(config, "_pad_token_tensor", None)
@@ -128,16 +131,16 @@ def read_processors(
     is_padding = torch.arange(input_ids.shape[1], device="cpu") < num_padding.unsqueeze(1)
     widths = num_padding + mask.sum(1)
     fields = [_fields_of(processor, input_ids.shape[1], widths, vocab_size) for processor in processors]
-    num_called, values = 0, _merged(processors, fields, 0)
-    while values is None:
+    num_called, merged = 0, _merged(processors, fields, 0)
+    while merged is None:
         num_called += 1
-        values = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
+        merged = _merged(processors[num_called:], fields[num_called:], FIRST_WARPER)
     if not config.do_sample:
-        # Temperature and filters do not change the argmax.
-        values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
-        values["temperature"] = 0.0
+        # Drop the temperature and the filters, because they do not change the argmax.
+        merged = {name: value for name, value in merged.items() if name not in ("top_k", "top_p", "min_p")}
+        merged["temperature"] = 0.0
     return ProcessorSampling(
-        **values,
+        **merged,
         padding=torch.where(is_padding, input_ids.cpu(), pad_token_id),
         num_padding=num_padding,
         called=processors[:num_called],
@@ -151,30 +154,31 @@ def _merged(
 ) -> dict[str, Any] | None:
     """Merge the fields of all processors. None if a processor has no fields, if two set the same field, or if their
     stages do not ascend from `stage` on."""
-    values: dict[str, Any] = {"biases": ()}
-    for processor, own in zip(processors, fields, strict=True):
-        if own is None or STAGE[type(processor)] < stage or (own.keys() & values.keys()) - {"biases"}:
+    merged: dict[str, Any] = {"biases": ()}
+    for processor, added in zip(processors, fields, strict=True):
+        if added is None or STAGE[type(processor)] < stage or (added.keys() & merged.keys()) - {"biases"}:
             return None
-        values |= own | {"biases": values["biases"] + own.get("biases", ())}
+        merged |= added | {"biases": merged["biases"] + added.get("biases", ())}
         stage = STAGE[type(processor)]
-    return values
+    return merged
 
 
 def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: int) -> dict[str, Any] | None:
     """The fields of `ProcessorSampling` that are equivalent to a processor; None if it has no equivalent."""
 
     def excluded(tokens: Tensor, until: int) -> dict[str, Any]:
-        # Except in biases, transformers ignores tokens outside the vocabulary.
+        # Ignore tokens outside the vocabulary, as these processors of transformers do.
         known = [token for token in tokens.flatten().tolist() if 0 <= token < vocab_size and until > 0]
         return {"biases": tuple(Bias((token,), -math.inf, until) for token in known)}
 
-    # Compare the exact type, because a subclass may do anything.
+    # Compare the exact type, because a subclass may behave differently.
     if type(processor) not in STAGE or getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     match processor:
-        # Includes its subclass for bad words, which has already dropped eos tokens.
+        # This case includes the subclass for bad words, which has already removed eos tokens.
         case generation.SequenceBiasLogitsProcessor():
-            # transformers 5.17 ignores a sequence that is longer than the input, padding included.
+            # transformers 5.17 ignores the bias of a token sequence that is longer than the padded prompt. `Bias` does
+            # not, so do not convert such a processor.
             if any(len(tokens) > prompt_width for tokens in processor.sequence_bias):
                 return None
             return {"biases": tuple(Bias(tuple(map(int, key)), bias) for key, bias in processor.sequence_bias.items())}
@@ -188,9 +192,10 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
         case generation.SuppressTokensAtBeginLogitsProcessor() if processor.begin_index <= prompt_width:
             return excluded(processor.begin_suppress_tokens, processor.begin_index - prompt_width + 1)
         case generation.RepetitionPenaltyLogitsProcessor():
-            # From transformers 5.23 on, `generate` passes the padding of each row.
-            given = processor.prompt_ignore_length
-            ignored = torch.as_tensor(0 if given is None else given, device="cpu")
+            # From transformers 5.23 on, `generate` sets `prompt_ignore_length` to the number of padding tokens of each
+            # row.
+            ignore_length = processor.prompt_ignore_length
+            ignored = torch.as_tensor(0 if ignore_length is None else ignore_length, device="cpu")
             if ignored.shape not in ((), widths.shape) or bool(((ignored < 0) | (ignored >= widths)).any()):
                 return None
             return {"repetition_penalty": processor.penalty, "num_ignored": ignored.expand_as(widths).contiguous()}
@@ -210,12 +215,12 @@ def _fields_of(processor: Any, prompt_width: int, widths: Tensor, vocab_size: in
 
 
 class _Row:
-    """A row in a call of `_HostProcessors`.
+    """The state of one row during a call of `_HostProcessors`.
 
     Attributes:
-        new: its new tokens and its drafts; -1 where there is no draft.
-        first, last: processors are called on the prefixes with `first` .. `last` of these. The longest prefix ends
-            before an eos, before a draft that they exclude, or with the last draft.
+        new: the new tokens of the row and its drafts in this step; -1 where there is no draft.
+        first, last: processors are called for the prefixes that have `first` to `last` of these tokens. The longest
+            prefix ends before an eos, before a draft that a processor excludes, or with the last draft.
         has_ended: True = an eos follows the longest prefix.
     """
 
@@ -227,7 +232,7 @@ class _Row:
         self.has_ended = self.last < len(self.new) and self.new[self.last] >= 0
 
     def text(self, count: int, pad_token_id: int) -> Tensor:
-        """The tokens [P + count] of this row in a call for the rows with `count` new tokens."""
+        """The tokens [P + count] that this row shows in a call for rows with `count` new tokens."""
         text = pad(self._padding, (0, count), value=pad_token_id)
         num_shown = min(count, self.last + self.has_ended)
         begin = len(text) - self._start - (count if self.has_ended else num_shown)
@@ -236,19 +241,20 @@ class _Row:
 
 
 class _HostProcessors:
-    """Calls processors as transformers does: on the tokens of all rows, padding included, one token longer each time.
+    """Call processors as transformers does: with the tokens of all rows, padding included, and one more token in each
+    call.
 
-    Rows have different numbers of new tokens. Each call passes all rows, because a processor may identify rows by
-    index, but only rows with the call's number of new tokens keep the result. The other rows get inputs that are
-    possible too: a longer row is cut, a shorter row has more padding on its left, and an ended row has padding after
-    its eos, as in transformers.
+    Rows may have different numbers of new tokens. Each call passes all rows, because a processor may identify rows by
+    their index. The result is used only for rows that have the call's number of new tokens. Other rows must still have
+    valid inputs: a longer row is truncated, a shorter row gets more padding on its left, and a row that has ended gets
+    padding after its eos, as in transformers.
 
-    Unless `asked_once`, the first call is repeated after later calls, and a processor with a different result is
-    refused.
+    Unless `asked_once`, the first call is repeated after a later one. A processor that returns a different result is
+    refused, because it depends on earlier calls.
 
     Args:
         prompt_lengths: [B], without padding.
-        eos: [B, E], tokens that end a row; -1 = none.
+        eos: [B, E], the tokens that end each row; -1 = no token.
     """
 
     def __init__(self, sampling: ProcessorSampling, prompt_lengths: Tensor, eos: Tensor) -> None:
@@ -257,13 +263,13 @@ class _HostProcessors:
         self._prompt_lengths = prompt_lengths
         self._eos = eos
         self._num_asked = 0
-        # The arguments and results of the first call, until it is repeated.
+        # The arguments and results of the first call; None after it has been repeated.
         self._first: tuple[tuple[Tensor, Tensor, list[bool]], list[Tensor]] | None = None
         self._rows_asked: list[bool] = []
 
     @property
     def constants(self) -> Hashable:
-        # Each `generate` call has different processors.
+        # Return an object that is unique to this `generate` call, because another call has other processors.
         return self
 
     def __call__(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
@@ -293,13 +299,13 @@ class _HostProcessors:
         if self._first is not None and self._num_asked > 1:
             (question, answers), self._first = self._first, None
             for processor, before, after in zip(self._processors, answers, self._answers(*question), strict=True):
-                # The order of additions on a device may differ between calls.
+                # Allow for rounding: on a GPU the order of additions may differ between calls.
                 if not torch.allclose(before, after, rtol=1e-4, atol=1e-4, equal_nan=True):
                     raise _refused(processor, "answered one text in two ways")
         return processed
 
     def _answers(self, texts: Tensor, logits: Tensor, rows_asked: list[bool]) -> list[Tensor]:
-        """The scores [B, V] after each processor. Each gets a copy, because it may write to its input."""
+        """The scores [B, V] after each processor. Each processor gets a copy, because it may write to its input."""
         self._rows_asked = rows_asked
         answers = [logits]
         for processor in self._processors:
@@ -312,13 +318,14 @@ class _HostProcessors:
         return answers[1:]
 
     def _of_rows_asked(self, processor: Any) -> Any:
-        """The processor. If it calls a function per row, let it do so only for the rows whose result is used."""
+        """Return the processor. If it calls a user's function for each row, wrap it so that the function is called only
+        for rows whose result is used."""
         if type(processor) is not generation.PrefixConstrainedLogitsProcessor or processor._num_beams != 1:
             return processor
         allowed = processor._prefix_allowed_tokens_fn
 
         def allowed_if_asked(row: int, text: Tensor) -> Any:
-            # The scores of the other rows are not used, so allow any token.
+            # The scores of other rows are not used, so the allowed tokens do not matter.
             return allowed(row, text) if self._rows_asked[row] else [0]
 
         return generation.PrefixConstrainedLogitsProcessor(allowed_if_asked, 1)

@@ -1,4 +1,4 @@
-"""transformers' stopping criteria as rules of the loop."""
+"""Convert transformers' stopping criteria to rules of the decoding loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .outputs import Predictions
 
 
 class StopRules(NamedTuple):
-    """The rules that end rows."""
+    """The rules that say when a row ends."""
 
     lengths: list[int]  # maximum lengths, prompt and padding included; at least one
     eos_token_ids: list[int]
@@ -34,16 +34,16 @@ def read_criteria(criteria: StoppingCriteriaList, tokenizer: Any, predictions: P
     """Sort the criteria by kind.
 
     Args:
-        tokenizer: the call's. Without it, a criterion for stop strings is called as it is, because it keeps no
-            tokenizer.
-        predictions: gives criteria their scores.
+        tokenizer: the argument `tokenizer` of `custom_generate`; None = call a criterion for stop strings unchanged,
+            because the criterion itself keeps no tokenizer.
+        predictions: the source of the scores that criteria get; None = they get no scores.
 
     Raises:
         ValueError: there is no `MaxLengthCriteria`.
     """
     rules = StopRules([], [], [], [], [])
     for criterion in criteria:
-        # Compare the exact type, because a subclass may do anything.
+        # Compare the exact type, because a subclass may behave differently.
         kind = type(criterion)
         if kind is MaxLengthCriteria:
             rules.lengths.append(criterion.max_length)

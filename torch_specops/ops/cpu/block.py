@@ -57,13 +57,13 @@ def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
 
 
 def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int) -> tuple[int, Tensor | None]:
-    """How many drafts of sequence b are accepted, from the probabilities P_0 .. P_e to reach each; and the residual
-    [1, V] after them, or None at the end of the block."""
+    """The number of accepted drafts of sequence b, and the residual [1, V] for the next token, or None if the whole
+    block is accepted. `reach` holds P_0, P_1 and so on up to the end of the block."""
     end = len(reach) - 1
     if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None
     for i in range(end - 1, 0, -1):
-        # The accept rule of a block: u_i < h_i with h_i = S_i / (S_i + 1 - P_i) <= P_i. P_i = 1 accepts, even if the
+        # Accept i drafts if u_i < h_i, with h_i = S_i / (S_i + 1 - P_i) <= P_i. If P_i = 1, accept them even if the
         # residual is empty.
         if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p, [(b, i)], reach[i])
@@ -95,41 +95,43 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
     end = prefix_lengths(in_vocab & (p_sum[:, :-1] > 0))  # [B]
     n = end
     if num_drafts > 0:
-        reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)  # [B, K+1] P_0 .. P_K
-        # If both rows have equal logits, q = c p for a number c, and the residual is (P - c) p.
+        # [B, K+1], P_0 .. P_K.
+        reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)
+        # If a row of the target equals the draft's row, q = c p for a number c, and the residual is (P - c) p.
         equal = None
         if q is not None:
             equal = (reach[:, :-1] - p_sum[:, :-1] * probability(p_max[:, :-1], q[1], q[2])).clamp(min=0)  # [B, K]
 
         def residual_at(p: Tensor, z: Tensor, *index: Tensor | slice) -> Tensor:
-            """[..., V] max(P p - q, 0), given the row p of the target and its scaled logits."""
+            """[..., V] max(P p - q, 0), given rows p of the target and their scaled logits."""
             weights = p * reach[index].float().unsqueeze(-1)
             if q is None or equal is None:
                 return residual(weights, z, x[index], None)
             z_q, q_max, q_sum = (each[index] for each in q)
             return residual(weights, z, x[index], (z_q, q_max, q_sum), p * equal[index].float().unsqueeze(-1))
 
-        # Skip row 0, because P_0 = 1 is accepted whatever S_0 is. With a dynamic K keep it: otherwise K would begin at
-        # 3.
+        # Skip row 0, because P_0 = 1 is accepted whatever S_0 is. If K is symbolic, compute row 0 too: a slice from 1
+        # on would add a guard that K is at least 3.
         first = 1 if type(num_drafts) is int else 0
         inner = slice(None), slice(first, num_drafts)
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
         mass = weights.sum(-1, dtype=torch.float64)
-        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))  # [B, K+1] S_0 or 0, S_1 .. S_{K-1}, 0
+        # [B, K+1], S_0 (or 0 if row 0 was skipped), S_1 .. S_{K-1}, and 0 at the end.
+        mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))
         u = pad(args.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
-        # The accept rule of a block: u_i < h_i with h_i = S_i / (S_i + 1 - P_i), or P_i at its end. P_i = 1 accepts,
-        # even if the residual is empty.
+        # Accept i drafts if u_i < h_i, with h_i = P_i at the end of the block and h_i = S_i / (S_i + 1 - P_i) before.
+        # If P_i = 1, accept them even if the residual is empty.
         accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
         accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
         n = torch.where(accepted, position, 0).amax(1)
     greedy_tokens = None if temperature is None else lowest_argmax(z_p, p_max)
     if temperature is not None:
-        # Greedy rows are verified token by token.
+        # Verify greedy rows token by token.
         by_token = prefix_lengths(apply_greedy(torch.zeros_like(in_vocab), greedy_tokens, draft_tokens, temperature))
         n = torch.where(temperature > 0, n, by_token)
 
-    # The next token, from the residual max(P_n p - q, 0) of row n, or from p.
+    # Draw the next token from the residual max(P_n p - q, 0) of row n, or from p.
     rows = torch.arange(n.shape[0], device=n.device)
     p = softmax_row(z_p[rows, n], p_max[rows, n], p_sum[rows, n])  # [B, V]
     if num_drafts > 0:
@@ -141,9 +143,10 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
 
 
 def _reach(p_x: Tensor, q_x: Tensor) -> Tensor:
-    """[B, K] P_1 .. P_K, P_i = min(P_{i-1} p / q, 1): the minimum of 1 and all products of ratios that end at i."""
+    """[B, K] P_1 .. P_K with P_i = min(P_{i-1} p / q, 1). P_i is the minimum of 1 and all products of adjacent ratios p
+    / q that end at position i."""
     ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
     index = torch.arange(ratio.shape[1], device=ratio.device)
     products = torch.where(index >= index.unsqueeze(-1), ratio.unsqueeze(1), 1.0).cumprod(-1)
-    # A product is NaN if it overflowed before a ratio of zero.
+    # A product that overflows to inf before it is multiplied by a ratio of 0 is NaN. Replace it by 0.
     return torch.where(products.isnan(), 0.0, products).amin(1).clamp(max=1.0)

@@ -1,4 +1,5 @@
-"""Shared by the eager forms of the verify ops: splitting the batch, the drafts, greedy rows, the next token."""
+"""Functions that the eager forms of the verify ops share: split the batch, read the drafts, verify greedy rows, and
+draw the next token."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from .softmax import scale
 from .walk import LARGEST_EXPONENT, LEAST_RESIDUAL, draft_indices, is_near_argmax, logits_of, stats_from_lse
 
 Arguments = TypeVar("Arguments", VerifyArguments, SigmoidArguments)
-# Of one sequence: the number of accepted drafts, and the next token.
+# The result for one sequence: the number of accepted drafts, and the next token.
 Outcome = tuple[int, int]
 
 
 def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Outcome]]) -> tuple[Tensor, Tensor]:
-    """output_tokens [B, K+1] and num_accepted [B]. The batch is split by `runs`: `verify_sampled` verifies the sampled
-    runs, `_verify_greedy` all others."""
+    """output_tokens [B, K+1] and num_accepted [B]. The batch is split by `runs`. `verify_sampled` verifies the sampled
+    runs, and `_verify_greedy` the other runs."""
     logits, draft_tokens = args.target_logits, args.draft_tokens
     outcomes: list[Outcome] = []
     for is_sampled, where in runs(logits, args.temperature):
         part = args
         if where != slice(0, logits.shape[0]):
-            own: Any = {name: x[where] for name, x in args._asdict().items() if isinstance(x, Tensor)}
-            part = args._replace(**own)
+            part_tensors: Any = {name: x[where] for name, x in args._asdict().items() if isinstance(x, Tensor)}
+            part = args._replace(**part_tensors)
         outcomes += verify_sampled(part) if is_sampled else _verify_greedy(part)
     num_drafts = draft_tokens.shape[1]
     output: list[int] = []
@@ -40,8 +41,8 @@ def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Out
 
 
 def _verify_greedy(args: VerifyArguments | SigmoidArguments) -> list[Outcome]:
-    """Verify sequences with temperature 0: drafts are accepted as long as they are the argmax, or near it with
-    `argmax_lenience`. A negative or NaN temperature accepts nothing."""
+    """Verify sequences with temperature 0. Drafts are accepted as long as they are the argmax, or close enough to it if
+    `argmax_lenience` is below 1. With a negative or NaN temperature, no draft is accepted."""
     assert args.temperature is not None
     target_logits, draft_tokens = args.target_logits, args.draft_tokens
     best = argmax_by_tiles(target_logits)
@@ -67,12 +68,12 @@ def prefix_length(accepted: Iterable[bool]) -> int:
 
 def next_tokens(
     p: Rows,
-    ends: Sequence[tuple[int, int]],  # the row (b, i) of p after the accepted drafts of each sequence
-    rejected: Sequence[int],  # the sequences with a residual
+    ends: Sequence[tuple[int, int]],  # for each sequence, the row (b, i) of p after its accepted drafts
+    rejected: Sequence[int],  # the sequences that have a residual
     residual: Tensor | None,  # [len(rejected), V]
     uniforms: Sequence[float],
 ) -> list[int]:
-    """A token for each sequence: from its residual, or from p if that is missing or empty."""
+    """Draw the next token of each sequence, from its residual, or from p if there is no residual or it is empty."""
     tokens = [-1] * len(ends)
     if residual is not None:
         drawn = draw_tokens(residual, [uniforms[b] for b in rejected], LEAST_RESIDUAL)
@@ -87,21 +88,23 @@ def next_tokens(
 
 
 class Drafts:
-    """The draft tokens, their probabilities q(x), and the residuals. `inverse` is 1 / T [B]."""
+    """The draft tokens of a call, their probabilities q(x), and the residuals. `inverse` [B] is 1 / T."""
 
     def __init__(self, args: VerifyArguments, inverse: Tensor | None) -> None:
         vocab_size = args.target_logits.shape[2]
         self.args, self.inverse = args, inverse
         self.tokens = args.draft_tokens.tolist()
         self.in_vocab = [[0 <= token < vocab_size for token in row] for row in self.tokens]
-        # [B, K] as indices. Tokens outside the vocabulary are never accepted, whatever their probability.
+        # The tokens [B, K] as valid indices. Tokens outside the vocabulary are rejected anyway, so their index does not
+        # matter.
         self.x = args.draft_tokens.clamp(0, vocab_size - 1).long()
         self.lse: list[list[float]] = [] if args.draft_lse is None else args.draft_lse.tolist()
         self.rows: Rows | None = None
         self.first = 0
 
     def read(self, first: int, stop: int) -> Callable[[int, int], float]:
-        """Read the positions first .. stop - 1. Returns the function (b, i) -> q(x) of sequence b at first + i."""
+        """Read the draft rows at positions first .. stop - 1. Returns a function (b, i) -> q(x) of sequence b at
+        position first + i."""
         x, args, self.first = columns(self.x, first, stop), self.args, first
         if args.draft_logits is None:
             return lambda b, i: 1.0
@@ -118,7 +121,8 @@ class Drafts:
         return probability
 
     def residual(self, p: Rows, where: Sequence[tuple[int, int]], reach: float = 1.0) -> Tensor:
-        """[N, V] max(reach p - q, 0) for N rows (b, i) of p and their draft rows, after `read`."""
+        """[N, V] max(reach p - q, 0) for N rows (b, i) of p and the draft rows at the same positions. Call `read`
+        first."""
         p_weights, p_factors = pick_rows(p.weights, where), p.factors(where, reach)
         if self.args.draft_logits is None:
             weights = p_weights * p_factors
@@ -130,19 +134,20 @@ class Drafts:
         else:
             q, drafts = self._rows_from_lse(where), [(row, 0) for row in range(len(where))]
             q_weights = q.weights.squeeze(1)
-        # Overwrite q, which is not needed again: allocating memory costs more than the arithmetic.
+        # Compute in place, because allocating memory would cost more than the arithmetic. q is not needed again.
         minus_q = q_weights.mul_(q.factors(drafts, -1.0))
         for row, ((b, i), (c, j)) in enumerate(zip(where, drafts, strict=True)):
             if p.maximum[b][i] == q.maximum[c][j] and torch.equal(p.z[b, i], q.z[c, j]):
-                # If the logits are equal, q = m reach p, which rounding could hide, and the residual is (1 - m) reach
-                # p. In rows without a finite entry m is NaN.
+                # If the logits are equal, q = m reach p for a number m, and the residual is (1 - m) reach p. Compute it
+                # in this form, because the difference of the rows would consist of rounding errors. In rows without a
+                # finite entry m is NaN.
                 minus_m = float(minus_q[row].amin() / (p_weights[row].amax() * p_factors[row]))
                 p_factors[row] *= max(0.0, 1.0 + minus_m)
                 minus_q[row] = 0.0
         return minus_q.addcmul_(p_weights, p_factors).clamp_(min=0)
 
     def _rows_from_lse(self, where: Sequence[tuple[int, int]]) -> Rows:
-        """The draft rows of N rows (b, i) of p, as N sequences of one row."""
+        """The draft rows at N positions (b, i), as N sequences of one row, normalised by `draft_lse`."""
         logits, lse, sequences = self.args.draft_logits, self.args.draft_lse, [b for b, _ in where]
         assert logits is not None and lse is not None
         inverse = None if self.inverse is None else self.inverse[sequences]

@@ -37,7 +37,8 @@ def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
     inverse = inverse_of(args.temperature)
     drafts, u = Drafts(args, inverse), args.accept_uniforms.tolist()
 
-    # The walk. A batch reads all rows at once; a single sequence reads as many rows at a time as fit in the cache.
+    # Test the drafts. For a batch, read all rows at once. For a single sequence, read as many rows at a time as fit in
+    # the CPU's cache, and stop after a rejection.
     step = num_drafts + 1 if batch > 1 else rows_at_a_time(args.target_logits.shape[2])
     for first in range(0, num_drafts + 1, step):
         stop = min(first + step, num_drafts)
@@ -55,7 +56,7 @@ def _verify_sampled(args: VerifyArguments) -> list[Outcome]:
         if n[0] < stop:
             break
 
-    # The next token, from the residual max(p - q, 0) of row n, or from p.
+    # Draw the next token from the residual max(p - q, 0) of row n, or from p.
     rejected = [b for b in range(batch) if n[b] < num_drafts and drafts.in_vocab[b][n[b]]]
     ends = [(b, n[b] - first) for b in range(batch)]
     residual = drafts.residual(p, [ends[b] for b in rejected]) if rejected else None
@@ -83,7 +84,7 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
             q_max, q_sum = stats_from_lse(args.draft_lse)
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, q_bounds), q_max, q_sum)
 
-    # Walk through the drafts up to the first rejection: n are accepted.
+    # n is the number of drafts before the first rejection.
     accepted = accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else lowest_argmax(z_target, p_max)
     near_argmax = None
@@ -91,7 +92,7 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
         near_argmax = in_vocab & is_near_argmax(z_px, p_max[:, :-1], args.argmax_lenience)
     n = prefix_lengths(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
-    # The next token, from the residual max(p - q, 0) of row n, or from p.
+    # Draw the next token from the residual max(p - q, 0) of row n, or from p.
     rows = torch.arange(n.shape[0], device=n.device)
     z_p = z_target[rows, n]  # [B, V]
     p = softmax_row(z_p, p_max[rows, n], p_sum[rows, n])

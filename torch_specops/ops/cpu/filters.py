@@ -1,12 +1,13 @@
 """top_k, top_p and min_p in plain torch.
 
-All filters keep the first tokens of a row in one order: descending by logit, ties by descending index. So two bounds
-describe the kept tokens: the lowest logit kept (`cut`) and, among the tokens with that logit, the lowest index kept
-(`first`).
+Sort a row by descending logit, ties by descending index: each filter keeps a prefix of this order. The kept tokens are
+therefore described by two bounds: the lowest kept logit (`cut`), and the lowest kept index among the tokens with that
+logit (`first`).
 
-In compiled code a separate op computes the bounds; Inductor calls it without tracing it. The op takes long rows one by
-one, so that each stays in the cache, and sorts only a few hundred of its logits. A traced form would have to sort whole
-rows, which is eight times slower, or unroll a search of 32 passes, which is as fast but takes 10 seconds to compile.
+In compiled code a separate op computes the bounds, and Inductor calls it without tracing it. The op processes long rows
+one at a time, so that a row stays in the CPU's cache, and it sorts only a few hundred logits of each. A traced form
+would have to sort whole rows, which is eight times slower, or to unroll a search of 32 passes, which is as fast but
+takes 10 seconds to compile.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from ..arguments import Filters
 from ..tracing import is_eager_cpu
 from .softmax import FLOAT32_MAX, inverse_temperature, scale
 
-# Rows up to this length are sorted, all at once.
+# Rows up to this length are sorted, all rows in one call.
 SHORT_ROW = 2048
-# top_p first tries the HEAD largest logits of a row. If their mass is too small, it divides the row's logits into
-# intervals; the last interval has all tokens less likely than exp(-32) times the most likely.
+# top_p first looks at the HEAD largest logits of a row. If their mass is below top_p, it divides all logits of the row
+# into intervals. The last interval has all tokens that are less likely than exp(-32) times the most likely token.
 HEAD = 256
 INTERVALS_PER_UNIT = 128
 NUM_INTERVALS = 32 * INTERVALS_PER_UNIT
-# A mass has reached top_p at this share of it, so that rounding top_p to float32 adds no token.
+# A mass counts as top_p if it reaches this share of it. float32(0.8), for example, is above 0.8: without the factor,
+# eight of ten equal tokens would not reach it, and a ninth would be kept.
 TOP_P_REACHED = 1.0 - 2.0**-24
 
 
 class Bounds(NamedTuple):
-    """The kept entries of each row [...]: x > cut, and x == cut from index `first` on (None = 0). (-inf, 0) keeps every
-    entry that is not masked, and cut = NaN keeps none."""
+    """The bounds [...] of rows. A row keeps its entries with x > cut, and those with x == cut from index `first` on
+    (None = 0). (-inf, 0) keeps every entry that is not masked, and cut = NaN keeps none."""
 
     cut: Tensor
     first: Tensor | None
@@ -44,7 +46,7 @@ class Bounds(NamedTuple):
 
 
 def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
-    """[B, ..., V] and filters [B] -> the bounds [B, ...] of every row; None without a filter."""
+    """Logits [B, ..., V] and filters [B] -> the bounds [B, ...] of the rows; None if there is no filter."""
     if not filters.removes_tokens:
         return None
     find = filter_bounds if is_eager_cpu(logits) else _filter_bounds_op
@@ -53,13 +55,13 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
 
 
 def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
-    """[B, ..., V] `scale`, with removed tokens as -inf."""
+    """[B, ..., V], the result of `scale` with -inf for removed tokens."""
     z = scale(logits, inverse)
     return z if bounds is None else torch.where(is_kept(logits, bounds), z, -math.inf)
 
 
 def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
-    """`scale_kept` for a single logit of each row, at index `tokens`."""
+    """`scale_kept` for a single logit of each row, the logit of the token in `tokens`."""
     z = scale(logits, inverse)
     if bounds is None:
         return z
@@ -68,9 +70,9 @@ def scale_kept_tokens(logits: Tensor, tokens: Tensor, inverse: Tensor | None, bo
 
 
 def is_kept(logits: Tensor, bounds: Bounds, tokens: Tensor | None = None) -> Tensor:
-    """[B, ..., V] bool: entries that are neither removed nor NaN. `tokens` are the indices of the entries; None =
-    all."""
-    # Comparisons with NaN are false.
+    """[B, ..., V] bool: True for entries that are neither removed nor NaN. `tokens` are the token ids of the entries;
+    None = the entries are whole rows."""
+    # Comparisons with NaN are false, so NaN counts as removed.
     x, cut = logits.float(), bounds.cut.unsqueeze(-1)
     if bounds.first is None:
         return x >= cut
@@ -79,7 +81,7 @@ def is_kept(logits: Tensor, bounds: Bounds, tokens: Tensor | None = None) -> Ten
 
 
 def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
-    """[N, V] -> [N, V], removed tokens and NaN as -inf."""
+    """[N, V] -> [N, V], with -inf for removed tokens and NaN."""
     temperature, bounds = filters.temperature, row_bounds(logits, filters)
     if bounds is not None:
         kept = is_kept(logits, bounds)
@@ -108,7 +110,7 @@ def filter_bounds(
     if vocab_size <= SHORT_ROW:
         cut, first = _bounds_of_short_rows(_comparable(rows), t, k, p, m)
     else:
-        # Use Python numbers: an operation on an entry of a tensor costs microseconds.
+        # Convert the filters to Python numbers, because each operation on an entry of a tensor would take microseconds.
         settings = zip(rows, t.unsqueeze(1), (t > 0).tolist(), k.tolist(), p.tolist(), m.tolist(), strict=True)
         bounds = [
             _bounds(_comparable(row), row_t, row_k, row_p, row_m) if is_sampled else (-math.inf, 0)
@@ -140,9 +142,9 @@ def _(
 def _bounds_of_short_rows(
     x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[N, V] comparable logits -> [N] cut and first, by sorting."""
+    """Logits [N, V] from `_comparable` -> cut [N] and first [N], by sorting."""
     vocab_size = x.shape[-1]
-    # Ascending and stable, then reversed: of equal logits the higher index comes first.
+    # Sort in ascending order, stably, and reverse, so that among equal logits the higher index comes first.
     x, order = (sorted_.flip(-1) for sorted_ in x.sort(dim=-1, stable=True))
     z = scale(x, inverse_temperature(temperature))
     gap = z - z[:, :1].clamp(min=-FLOAT32_MAX)
@@ -155,20 +157,20 @@ def _bounds_of_short_rows(
     is_first = torch.arange(vocab_size, device=x.device) == 0
     kept &= (p >= 1) | (before < p.clamp(min=0) * (TOP_P_REACHED * cdf[:, -1:])) | is_first
     kept &= (m <= 0) | (gap >= m.clamp(0, 1).log())
-    # Kept entries come first in this order.
+    # The kept entries are a prefix of the sorted row.
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
     return x.gather(1, last).squeeze(1), order.gather(1, last).squeeze(1)
 
 
 def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple[float, int]:
-    """(cut, first) of one row of comparable logits."""
+    """(cut, first) of one row of logits from `_comparable`."""
     cut, first = -math.inf, 0
     index = None
     if 0 < k < len(x):
         largest = x.topk(k, sorted=False)
         cut = float(largest.values.min())
         if p < 1 or m > 0:
-            # Drop the tokens that top-k removed.
+            # Continue with the tokens that top-k kept.
             index = _at_least(x, cut, largest.indices)
             x = x[index]
     if not (p < 1 or m > 0):
@@ -189,7 +191,7 @@ def _bounds(x: Tensor, temperature: Tensor, k: int, p: float, m: float) -> tuple
 
 
 def _at_least(x: Tensor, cut: float, largest: Tensor) -> Tensor:
-    """Indices of all x >= cut, ascending: the k largest, and ties with the k-th."""
+    """The indices of all x >= cut in ascending order: the k largest, and ties with the k-th."""
     kept = x >= cut
     return largest.sort().values if int(kept.sum()) == len(largest) else kept.nonzero().squeeze(1)
 
@@ -204,17 +206,17 @@ def _top_p(x: Tensor, gap: Tensor, p: float) -> tuple[float, int]:
         among = _at_least(x, float(largest.values.min()), largest.indices)
         if float(weight[among].sum(dtype=torch.float64)) < mass:
             among, before = _crossing(gap, weight, mass)
-    # Ascending and stable, then reversed: of equal logits the higher index comes first.
+    # Sort in ascending order, stably, and reverse, so that among equal logits the higher index comes first.
     among = among[x[among].sort(stable=True).indices.flip(0)]
     cdf = before + weight[among].cumsum(0, dtype=torch.float64)
-    # By rounding, the whole sum may stay below the mass.
+    # By rounding, even the whole sum may be below the mass.
     last = int(among[min(int((cdf < mass).sum()), len(among) - 1)])
     return float(x[last]), last
 
 
 def _crossing(gap: Tensor, weight: Tensor, mass: float) -> tuple[Tensor, float]:
-    """Divides the logits into intervals of equal width, most likely first. Returns the indices of the tokens in the
-    interval where the mass is reached, and the mass before it."""
+    """Divide the logits into intervals of equal width, in descending order. Returns the indices of the tokens in the
+    interval in which the cumulative sum reaches the mass, and the sum of all intervals before it."""
     interval = (gap * -INTERVALS_PER_UNIT).clamp(max=NUM_INTERVALS - 1).long()
     cdf = weight.new_zeros(NUM_INTERVALS, dtype=torch.float64).scatter_add_(0, interval, weight.double()).cumsum(0)
     reached = min(int((cdf < mass).sum()), int(interval.max()))

@@ -1,7 +1,8 @@
-"""`specops::sample_gumbel` and `specops::verify_gumbel` on a CPU: y_i = argmax of (z - max) / T + g; accept while x_i =
-y_i.
+"""`specops::sample_gumbel` and `specops::verify_gumbel` on a CPU: draw y_i = argmax of (z - max) / T + g, and accept
+drafts up to the first x_i != y_i.
 
-The eager form uses NumPy, which has unsigned integers and compares and searches in a fifth of torch's time.
+The eager form uses NumPy, because it has unsigned integers, and its comparisons and searches take a fifth of the time
+of torch.
 """
 
 from __future__ import annotations
@@ -24,32 +25,34 @@ from .filters import row_bounds, scale_kept
 from .softmax import FLOAT32_MAX, inverse_temperature, lowest_argmax
 from .walk import prefix_lengths
 
-# The hash of a token with two keys: a Weyl sequence, then two rounds of shift and product, one with a key.
+# Constants of `hashes`, which maps a token id and two keys to 32 random bits: the step of a Weyl sequence, a factor,
+# and two shifts.
 WEYL, FACTOR = 0x9E3779B9, 0x735A2D97
 SHIFTS = 16, 15
 # The largest float32 below 1.
 LARGEST = 1.0 - 2.0**-24
-# In a row longer than MAX_SCORED_VOCAB, scores are computed only for tokens that can win: those with a small hash, and
-# an even smaller one if z / T is more than NEAR_TOP below the largest. The best score of NUM_LIKELY likely tokens gives
-# the limits; SCORE_SLACK exceeds all rounding.
+# In a row longer than MAX_SCORED_VOCAB, scores are computed only for tokens that can have the largest score. A small
+# hash means large noise. Tokens with z / T within NEAR_TOP of the largest need a hash below one limit, and other tokens
+# a hash below a smaller limit. The limits follow from the best score among NUM_LIKELY likely tokens. SCORE_SLACK is
+# larger than all rounding errors.
 MAX_SCORED_VOCAB, NUM_LIKELY, NEAR_TOP, SCORE_SLACK = 2048, 256, 6.0, 0.01
 
 Array = Any
 
 
 def verify_gumbel(args: GumbelArguments) -> tuple[Tensor, Tensor]:
-    """[B, K+1, V], [B, K] -> output_tokens [B, K+1], num_accepted [B]."""
+    """Target logits [B, K+1, V] and draft tokens [B, K] -> output_tokens [B, K+1] and num_accepted [B]."""
     logits, (batch, num_rows, vocab_size) = args.target_logits, args.target_logits.shape
     if not is_eager_cpu(logits, args.seeds, args.positions) or batch == 0:
         return dense(args)
     temperature = [1.0] * batch if args.temperature is None else args.temperature.tolist()
-    # Greedy rows have no noise.
+    # Greedy rows use no noise, so skip the keys if all rows are greedy.
     is_sampled = any(t > 0 for t in temperature)
     drafts = args.draft_tokens.tolist()
     keys = _eager_keys(args) if is_sampled else np.zeros((batch, num_rows, 2), np.uint32)
     tokens: list[list[int]] = [[] for _ in drafts]
     live, first = list(range(batch)), 0
-    # Read rows as long as drafts match, several short rows at a time.
+    # Read rows until each sequence has a mismatch. Short rows are read several at a time.
     while live:
         stop = min(first + max(1, CACHED_LOGITS // (len(live) * vocab_size)), num_rows)
         drawn = _draw(columns(logits, first, stop), args.filters, temperature, keys[:, first:stop], live)
@@ -65,7 +68,7 @@ def verify_gumbel(args: GumbelArguments) -> tuple[Tensor, Tensor]:
 
 
 def _eager_keys(args: GumbelArguments) -> Array:
-    """[B, K+1, 2] uint32, the keys of each position."""
+    """[B, K+1, 2] uint32, the noise keys of each position."""
     batch, num_rows, _ = args.target_logits.shape
     seeds = [seed for seed in args.seeds.tolist() for _ in range(num_rows)]
     positions = [position + i for position in args.positions.tolist() for i in range(num_rows)]
@@ -75,13 +78,13 @@ def _eager_keys(args: GumbelArguments) -> Array:
 def _draw(
     logits: Tensor, filters: Filters, temperature: Sequence[float], keys: Array, sequences: Sequence[int]
 ) -> list[list[int]]:
-    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of `sequences`, -1 for rows
-    without a law."""
+    """Logits [B, C, V], filters and temperatures [B], keys [B, C, 2] -> C tokens for each of `sequences`; -1 for rows
+    without a distribution."""
     tokens: dict[int, list[int]] = {}
     sampled = [b for b in sequences if temperature[b] > 0]
     if sampled:
-        own = filters if len(sampled) == len(temperature) else filters.at(sampled)
-        z, maxima = scaled_rows(_of(logits, sampled), None, own)
+        sampled_filters = filters if len(sampled) == len(temperature) else filters.at(sampled)
+        z, maxima = scaled_rows(_of(logits, sampled), None, sampled_filters)
         drawn = _likeliest(z.resolve_neg().numpy(), maxima, [temperature[b] for b in sampled], _of(keys, sampled))
         tokens |= zip(sampled, drawn, strict=True)
     greedy = [b for b in sequences if temperature[b] == 0]
@@ -91,12 +94,13 @@ def _draw(
 
 
 def _of(values: Any, sequences: list[int]) -> Any:
-    """The entries of some sequences; no copy if these are all."""
+    """values[sequences], without a copy if these are all sequences."""
     return values if len(sequences) == len(values) else values[sequences]
 
 
 def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], keys: Array) -> list[list[int]]:
-    """Logits [B, C, V] with their maxima, temperatures [B], keys [B, C, 2] -> the tokens of the largest scores."""
+    """Logits [B, C, V] with their maxima, temperatures [B], keys [B, C, 2] -> the token with the largest score in each
+    row."""
     inverse = [0.0 if t == math.inf else inverse_number(t) for t in temperature]
     with np.errstate(over="ignore"):
         if z.shape[-1] > MAX_SCORED_VOCAB:
@@ -112,12 +116,13 @@ def _likeliest(z: Array, maxima: list[list[float]], temperature: list[float], ke
 
 
 def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
-    """The same for one long row, with logarithms for only a few tokens."""
+    """`_likeliest` for one long row. It computes the logarithms of only a few tokens."""
     if top == -math.inf:
         return -1
     small = hashes(key, len(z))
     likely = np.flatnonzero(z >= _below(top, 1, inverse))[:NUM_LIKELY]
-    # The winner scores at least this. Its g, at most -log w, exceeds its score by (top - z) / T.
+    # The largest score is at least `least`. A token can have it only if its noise g >= least + (top - z) / T. Because g
+    # is at most -log w, the hash of such a token is small.
     least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SCORE_SLACK
     wins = z >= _below(top, NEAR_TOP, inverse)
     wins &= small <= _limit(least)
@@ -127,18 +132,18 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
 
 
 def _below(top: float, distance: float, inverse: float) -> Array:
-    """The logit whose z / T is `distance` below the largest; the lowest float32 if no finite logit is that far
+    """The logit whose z / T is `distance` below the largest z / T, or the lowest float32 if no finite logit is that far
     below."""
     return np.float32(max(top - distance / inverse, -FLOAT32_MAX) if inverse * FLOAT32_MAX > distance else -FLOAT32_MAX)
 
 
 def _limit(score: float) -> Array:
-    """The largest hash whose w is at most exp(-score)."""
+    """The largest hash for which w is at most exp(-score)."""
     return np.uint32(min(math.exp(-score) * 2.0**32, MASK))
 
 
 def _scores(z: Array, top: Any, inverse: Any, words: Array) -> Array:
-    """(z - top) / T + g in float32, with w = 1 - u from the hash: g = -log(-log(1 - w))."""
+    """The scores (z - top) / T + g in float32. The hash `words` give w = 1 - u, and g = -log(-log(1 - w))."""
     w = np.minimum((words.astype(np.float32) + 0.5) * 2.0**-32, LARGEST)
     gap = np.maximum(np.maximum(z - top, -FLOAT32_MAX) * inverse, -FLOAT32_MAX)
     return np.where(z > -np.inf, gap - np.log(-np.log1p(-w)), -np.inf)
@@ -162,7 +167,7 @@ def _weyl_sequence(vocab_size: int) -> Array:
 
 
 def dense(args: GumbelArguments) -> tuple[Tensor, Tensor]:
-    """`verify_gumbel` without control flow that depends on data."""
+    """`verify_gumbel` without data-dependent control flow, for compiled calls."""
     logits, filters, temperature = args.target_logits, args.filters, args.temperature
     batch, num_rows, _ = logits.shape
     position = torch.arange(num_rows, device=logits.device)
@@ -186,13 +191,13 @@ def dense(args: GumbelArguments) -> tuple[Tensor, Tensor]:
 
 
 def _noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """[B, C, 2] -> g [B, C, V] float32."""
+    """Keys [B, C, 2] -> Gumbel noise g [B, C, V] float32."""
     w = ((dense_hashes(keys, vocab_size).float() + 0.5) * 2.0**-32).clamp(max=LARGEST)
     return -torch.log(-torch.log1p(-w))
 
 
 def dense_hashes(keys: Tensor, vocab_size: int) -> Tensor:
-    """`hashes` [..., V] in int64. Overflow affects only bits above the low 32."""
+    """`hashes` [..., V] in int64 arithmetic. An overflow changes only bits above the low 32, which are masked."""
     x = (torch.arange(vocab_size, device=keys.device) * WEYL & MASK) ^ keys[..., :1]
     x = (x ^ x >> SHIFTS[0]) * (keys[..., 1:] | 1) & MASK
     return (x ^ x >> SHIFTS[1]) * FACTOR & MASK

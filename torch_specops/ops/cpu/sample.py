@@ -14,22 +14,24 @@ from .softmax import draw, inverse_temperature, lowest_argmax, softmax_row, soft
 
 
 def sample(logits: Tensor, uniforms: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """[N, V], [N] -> tokens [N] int64, lse [N] float32."""
+    """Logits [N, V] and uniforms [N] -> tokens [N] int64 and lse [N] float32."""
     if takes_dense_form(logits, filters.temperature):
         return dense(logits, uniforms, filters)
     tokens: list[int] = []
     lse: list[float] = []
     for is_sampled, where in runs(logits, filters.temperature):
-        part, own, u = logits, filters, uniforms
+        part, part_filters, u = logits, filters, uniforms
         if where != slice(0, logits.shape[0]):
-            part, own, u = logits[where], filters.at(where), uniforms[where]
+            part, part_filters, u = logits[where], filters.at(where), uniforms[where]
         if not is_sampled:
-            assert own.temperature is not None
+            assert part_filters.temperature is not None
             best = argmax_by_tiles(part).tolist()
-            tokens += [token if t == 0 else -1 for token, t in zip(best, own.temperature.tolist(), strict=True)]
+            tokens += [
+                token if t == 0 else -1 for token, t in zip(best, part_filters.temperature.tolist(), strict=True)
+            ]
             lse += [0.0 if token >= 0 else -math.inf for token in tokens[where]]
         else:
-            rows = read_rows(part.unsqueeze(1), inverse_of(own.temperature), own)
+            rows = read_rows(part.unsqueeze(1), inverse_of(part_filters.temperature), part_filters)
             tokens += draw_tokens(rows.weights.squeeze(1), u.tolist())
             lse += [
                 z_max - math.log(weight / total) if total > 0 else -math.inf

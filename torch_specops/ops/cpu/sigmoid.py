@@ -27,7 +27,7 @@ def _verify_sampled(args: SigmoidArguments) -> list[Outcome]:
     inverse_t = inverse_of(args.temperature)  # [B]
     x, in_vocab = draft_indices(args.draft_tokens, target_logits.shape[2])
 
-    # Walk up to the first rejection, with scores instead of probabilities.
+    # Test the drafts with scores instead of probabilities. n is the number of drafts before the first rejection.
     p_x, q_x = (
         score(floor(scale(logits_of(logits, x), inverse_t), *scores).double(), *scores)
         for logits in (target_logits[:, :num_drafts], draft_logits)
@@ -35,7 +35,7 @@ def _verify_sampled(args: SigmoidArguments) -> list[Outcome]:
     accepted = accepts(args.accept_uniforms.double(), p_x, q_x, in_vocab).tolist()
     n = [prefix_length(row) for row in accepted]
 
-    # The next token: from the softmax after K acceptances, else from the residual of the scores.
+    # Draw the next token from the softmax if all K drafts were accepted, else from the residual of the scores.
     bonus = [b for b in range(batch) if n[b] == num_drafts]
     others = [b for b in range(batch) if n[b] < num_drafts]
     tokens = dict.fromkeys(range(batch), -1)
@@ -64,7 +64,7 @@ def dense(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
     inverse_t = inverse_temperature(temperature)  # [B]
     x, in_vocab = draft_indices(draft_tokens, vocab_size)  # [B, K]
 
-    # Walk up to the first rejection, with scores instead of probabilities.
+    # Test the drafts with scores instead of probabilities. n is the number of drafts before the first rejection.
     z_px = floor(scale(logits_of(target_logits[:, :num_drafts], x), inverse_t), alpha, beta)  # [B, K]
     z_qx = floor(scale(logits_of(draft_logits, x), inverse_t), alpha, beta)
     p_x, q_x = score(z_px.double(), alpha, beta), score(z_qx.double(), alpha, beta)
@@ -72,7 +72,7 @@ def dense(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
     greedy_tokens = None if temperature is None else argmax(target_logits)  # [B, K+1]
     n = prefix_lengths(apply_greedy(accepted, greedy_tokens, draft_tokens, temperature))  # [B]
 
-    # The next token: from the softmax after K acceptances, else from the residual of the scores.
+    # Draw the next token from the softmax if all K drafts were accepted, else from the residual of the scores.
     rows = torch.arange(n.shape[0], device=n.device)
     z_p = scale(target_logits[rows, n], inverse_t)  # [B, V]
     weights = softmax_row(z_p, *softmax_stats(z_p))
@@ -88,19 +88,19 @@ def dense(args: SigmoidArguments) -> tuple[Tensor, Tensor]:
 
 
 def floor(z: Tensor, alpha: float, beta: float) -> Tensor:
-    """Clamp scaled logits to the logit with score sigmoid(-80), which float32 still holds, so that the scores of a row
-    never all underflow to 0. -inf stays."""
+    """Clamp scaled logits from below, at the logit with score sigmoid(-80). float32 can represent that score, so the
+    scores of a row never all underflow to 0. -inf is not clamped."""
     return torch.where(z > -math.inf, z.clamp(min=alpha - 80.0 * (beta - alpha)), z)
 
 
 def score(z: Tensor, alpha: float, beta: float) -> Tensor:
-    """Wagner et al. 2024, equation 5; 0 for a masked logit."""
+    """The sigmoid score (Wagner et al. 2024, equation 5); 0 for a masked logit."""
     return torch.where(z > -math.inf, torch.sigmoid((z - alpha) / (beta - alpha)), 0.0)
 
 
 def residual(p: Tensor, z_p: Tensor, z_q: Tensor, alpha: float, beta: float) -> Tensor:
-    """[B, V] max(sigmoid(a) - sigmoid(b), 0) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)) for a > b, a form without
-    cancellation; a and b are the sigmoid arguments of target and draft."""
+    """[B, V] max(sigmoid(a) - sigmoid(b), 0), where a and b are the sigmoid arguments of target and draft. For a > b
+    this is computed as sigmoid(a) sigmoid(-b) (1 - exp(b - a)), which has no cancellation."""
     inverse = 1.0 / (beta - alpha)
     gap = ((z_p - z_q) * inverse).clamp(min=0)
     difference = p * torch.sigmoid((alpha - z_q) * inverse) * -torch.expm1(-gap)

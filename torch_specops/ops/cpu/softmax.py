@@ -1,4 +1,4 @@
-"""Rows of logits: scaling, softmax, argmax and the inverse CDF."""
+"""Functions of rows of logits: scaling, softmax, argmax and the inverse CDF."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
-# Vocabulary entries per tile of the two-level search in `draw` and `draw_tokens`.
+# The number of vocabulary entries per tile in `draw` and `draw_tokens`, which first find the tile and then the token.
 TILE = 1024
 
 
 def inverse_temperature(temperature: Tensor | None) -> Tensor | None:
-    """[B] 1 / T, finite and positive for every T; 1 for greedy rows, which only compare logits."""
+    """[B], 1 / T clamped to finite positive numbers; 1 for greedy rows, because they only compare logits."""
     if temperature is None:
         return None
     return torch.where(temperature > 0, (1.0 / temperature).clamp(FLOAT32_TINY, FLOAT32_MAX), 1.0)
 
 
 def scale(logits: Tensor, inverse: Tensor | None) -> Tensor:
-    """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, NaN -inf."""
+    """[B, ...] logits / T in float32. A finite logit stays finite, +inf becomes the largest float32, and NaN becomes
+    -inf."""
     x = logits.float()
     z = x if inverse is None else x * inverse.view(-1, *([1] * (x.dim() - 1)))
-    # The comparison is False for NaN too. Inductor vectorises this form, but not nan_to_num.
+    # The comparison is False for NaN too. `nan_to_num` is not used, because Inductor does not vectorise it.
     return torch.where(x > -math.inf, z.clamp(-FLOAT32_MAX, FLOAT32_MAX), -math.inf)
 
 
 def softmax_stats(z: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., V] -> maximum [...] float32 and sum of exp(z - maximum) [...] float64; (-inf, 0) without a finite entry."""
+    """[..., V] -> the maximum [...] float32 and the sum of exp(z - maximum) [...] float64; (-inf, 0) for a row without
+    a finite entry."""
     z_max = z.amax(-1)
     shift = z_max.clamp(min=-FLOAT32_MAX)
     return z_max, torch.exp(z - shift.unsqueeze(-1)).sum(-1, dtype=torch.float64)
@@ -42,20 +44,21 @@ def softmax_row(z: Tensor, z_max: Tensor, z_sum: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[..., V] -> lowest index of the maximum, -1 without a finite entry."""
+    """[..., V] -> the lowest index of the maximum; -1 for a row without a finite entry."""
     z = scale(logits, None)
     return lowest_argmax(z, z.amax(-1))
 
 
 def lowest_argmax(z: Tensor, z_max: Tensor) -> Tensor:
-    # Inductor vectorises a minimum, but not argmax.
+    # Compute the index as a minimum, because Inductor does not vectorise argmax.
     index = torch.arange(z.shape[-1], device=z.device, dtype=torch.int32)
     lowest = torch.where(z == z_max.unsqueeze(-1), index, z.shape[-1]).amin(-1).long()
     return torch.where(z_max > -math.inf, lowest, -1)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, V], [B] -> [B] by inverse CDF: find the tile, then the token in it; -1 for a row of zero weight."""
+    """Draw a token from each row by inverse CDF: weights [B, V], uniforms [B] -> tokens [B]; -1 for a row of zero
+    weight. It finds the tile first, then the token in the tile."""
     batch, vocab_size = weights.shape
     size = min(TILE, vocab_size)
     num_tiles = (vocab_size + size - 1) // size
@@ -73,7 +76,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_above(cdf: Tensor, positive: Tensor, threshold: Tensor) -> Tensor:
-    """[B, N] -> [B] first positive entry whose cdf exceeds the threshold, else the last positive, else 0."""
+    """[B, N] -> [B], the first entry with `positive` whose cdf exceeds the threshold, else the last entry with
+    `positive`, else 0."""
     index = torch.arange(cdf.shape[-1], device=cdf.device)
     last = torch.where(positive, index, 0).amax(-1)
     above = positive & (cdf > threshold.unsqueeze(-1))

@@ -1,6 +1,7 @@
-"""Triton kernels and their launchers, one file per op. `api.py` and `attention.py` import a file when a CUDA tensor
-arrives, never before.
+"""Triton kernels and their launchers, one file per op. `api.py` and `attention.py` import a file only when the op is
+first called with a CUDA tensor.
 
-The verify ops (`exact.py`, `block.py`, `sigmoid.py`) accept by `accept.py`; the first two begin with `stats.py`, and
-draw by `residual.py`. Device functions over the tiles of a row are in `tiles.py`.
+The verify ops are in `exact.py`, `block.py` and `sigmoid.py`. Their accept rules are in `accept.py`. The first two
+share a first kernel (`stats.py`) and the draw from the residual (`residual.py`). Device functions for the tiles of a
+row are in `tiles.py`.
 """

@@ -1,11 +1,11 @@
-"""The accept rules of the verify ops, and code that their walks over the drafts and their launches share.
+"""The accept rules of the verify ops, and functions that their kernels and launches share.
 
     accept_sampled    u l q(x) < p(x)                  `verify_exact`
     accept_greedy     x is the argmax, or nearly       a greedy sequence of `verify_exact`
     accept_scored     u q^(x) < p^(x)                  `verify_sigmoid`
 
-A walk tests WALK drafts at a time, in parallel: `accept_drafts` in `verify_exact`. The rule of `verify_block`, which
-judges a block as a whole, is in `block.py`.
+A loop over the drafts ("walk") tests WALK drafts at a time in parallel, in `verify_exact` with `accept_drafts`. The
+rule of `verify_block`, which depends on the whole block, is in `block.py`.
 """
 
 from typing import Any
@@ -19,22 +19,23 @@ from . import launch
 from .residual import LARGEST_EXPONENT, draft_stats
 from .tiles import FLOAT32_MAX, combine_argmax, combine_stats, keep, load_partials, scale
 
-# Drafts tested in parallel, and the partials held for them. Longer chains take several turns, so that the number of
-# registers is bounded for any K and V.
+# The most drafts tested in parallel, and the most partials held in registers for them. If there are more drafts, the
+# loop runs several times, so that the number of registers is bounded for any K and V.
 MAX_WALK = 8
 MAX_PARTIALS = 1024
 
 
 def walk_width(block_t: int) -> int:
-    """Drafts per turn of a walk that holds `block_t` partials for each; a power of two, whatever K is."""
+    """The number of drafts that a walk tests at a time if it holds `block_t` partials for each. It is a power of two
+    and does not depend on K."""
     return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
 
 
 def shared_values(
     args: VerifyArguments | SigmoidArguments, tile: int, num_tiles: int, rows_per_sequence: int
 ) -> dict[str, Any]:
-    """The values that the kernels of the verify ops share, by the names of their parameters: inputs, outputs, sizes,
-    and partials of `rows_per_sequence` rows."""
+    """The kernel arguments that all verify ops share, by parameter name: inputs, outputs, sizes, and scratch for the
+    partials of `rows_per_sequence` rows."""
     target, draft = args.target_logits, args.draft_logits
     batch, num_rows, vocab_size = target.shape
     block_t, device = launch.padded_power_of_2(num_tiles), target.device
@@ -63,15 +64,16 @@ def shared_values(
 
 @triton.jit
 def accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum):
-    """u * l * q < p with p = p_x / p_sum and q = q_x / q_sum, and p > 0 and q > 0 for any u. Both sides are multiplied
-    by the two sums, because float64 division would be a call."""
+    """True if u * l * q < p, p > 0 and q > 0, with p = p_x / p_sum and q = q_x / q_sum. Both sides are multiplied by
+    the two sums, because a float64 division would be a function call."""
     threshold = u.to(tl.float64) * lenience * q_x * p_sum.to(tl.float64)
     return (p_x > 0) & (q_x > 0) & (threshold < p_x * q_sum.to(tl.float64))
 
 
 @triton.jit
 def accept_greedy(x, z_x, tile_max, tile_token, argmax_gap):
-    """True if x is the argmax of its row; with a gap (log of the lenience) if z(x) is within it of the maximum."""
+    """True if x is the argmax of its row. With `argmax_gap`, the log of the lenience, True if z(x) is at least the
+    maximum plus the gap."""
     if argmax_gap is None:
         accepted = combine_argmax(tile_max, tile_token).to(tl.int64) == x
     else:
@@ -81,8 +83,8 @@ def accept_greedy(x, z_x, tile_max, tile_token, argmax_gap):
 
 @triton.jit
 def accept_scored(u, z_p, z_q, alpha, inverse_range):
-    """u * q^ < p^ for scores sigmoid((z - alpha) * inverse_range). Both sides are multiplied by the two denominators,
-    because float64 division would be a call."""
+    """True if u * q^ < p^ for the scores sigmoid((z - alpha) * inverse_range). Both sides are multiplied by the two
+    denominators, because a float64 division would be a function call."""
     p_denominator = 1.0 + tl.exp((alpha - z_p.to(tl.float64)) * inverse_range)
     q_denominator = 1.0 + tl.exp((alpha - z_q.to(tl.float64)) * inverse_range)
     scored = (z_p > float("-inf")) & (z_q > float("-inf"))
@@ -91,15 +93,16 @@ def accept_scored(u, z_p, z_q, alpha, inverse_range):
 
 @triton.jit
 def accepted_prefix_length(accepted):
-    """The number of accepted drafts, of [WALK], before the first rejection."""
+    """The number of accepted drafts before the first rejection, given accepted [WALK]."""
     WALK: tl.constexpr = accepted.shape[0]
     return tl.min(tl.where(accepted, WALK, tl.arange(0, WALK)), 0)
 
 
 @triton.jit
 def count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
-    """The number of drafts before the first padding token; later drafts do not matter."""
-    # BLOCK_K >= 32: the minimum over a whole warp is one instruction, over part of it a chain of exchanges.
+    """The number of drafts before the first padding token. Drafts after padding are ignored."""
+    # BLOCK_K is at least 32, because the minimum over a whole warp is one instruction, and over a part of a warp
+    # several.
     k = tl.arange(0, BLOCK_K)
     x = tl.load(tokens_ptr + k, mask=k < num_drafts, other=-1)
     return tl.min(tl.where((x >= 0) & (x < vocab_size), BLOCK_K, k), 0)
@@ -107,8 +110,7 @@ def count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, bounds_ptr, bounds_row):
-    """Scaled logits of tokens x, each in its row i of a sequence;
-    -inf if not live or outside the row's bounds."""
+    """The scaled logits of tokens x in rows i of a sequence; -inf if not live or outside the bounds of the row."""
     offset = x if stride_v is None else x * stride_v
     z = tl.load(sequence_ptr + i * stride_k + offset, mask=live, other=float("-inf"))
     if bounds_ptr is not None:
@@ -120,7 +122,8 @@ def load_token_logits(sequence_ptr, stride_k, stride_v, i, x, live, inverse_t, b
 
 @triton.jit
 def token_weights(z, z_max, z_sum):
-    """exp(z - max) of single scaled logits in float64, a probability times the row's sum; 0 if the sum is 0."""
+    """exp(z - max) of single scaled logits in float64, which is the probability times the sum of the row; 0 if the sum
+    is 0."""
     exponent = z.to(tl.float64) - tl.maximum(z_max, -FLOAT32_MAX).to(tl.float64)
     weight = tl.exp(tl.minimum(exponent, LARGEST_EXPONENT))
     return tl.where(z_sum > 0, weight, 0.0)
@@ -130,7 +133,7 @@ def token_weights(z, z_max, z_sum):
 def accept_drafts(
     i, live, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T: tl.constexpr
 ):
-    """[WALK] whether drafts i of sequence b are accepted, given that all before them are; False if not live."""
+    """[WALK], True where draft i of sequence b is accepted if all drafts before it are; False if not live."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
     draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr = draft
     num_drafts, _, num_tiles, rows_per_sequence, num_bounds = sizes
@@ -176,9 +179,10 @@ def accept_drafts(
 
 @triton.jit
 def store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K: tl.constexpr):
-    """[K+1] of sequence b: the n accepted drafts, and -1 after the next token, which `store_next` stores."""
+    """Store the n accepted drafts of sequence b, and -1 after the next token. `store_next` stores the next token."""
     k = tl.arange(0, BLOCK_K)
-    # Other addresses than in `count_valid`, which would occupy two registers until here. They agree below n.
+    # Do not reuse the addresses of `count_valid`, because they would occupy two registers until here. For k < n the
+    # addresses are equal.
     place = b * num_drafts + tl.minimum(k, n)
     kept = tl.load(draft_tokens_ptr + place, mask=k < n, other=-1).to(tl.int64)
     tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), kept, mask=(k <= num_drafts) & (k != n))
@@ -186,7 +190,8 @@ def store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_
 
 @triton.jit
 def store_next(output_tokens_ptr, b, n, num_drafts, next_token, BLOCK_K: tl.constexpr):
-    """Store token n of sequence b. Torch treats every tensor that the address of a store depends on as written, and n
-    depends on the inputs, so the address uses all lanes and n is only in the mask."""
+    """Store the next token as token n of sequence b. The address must not depend on n: torch treats every tensor that a
+    store address depends on as written, and n depends on the inputs. So every lane has an address, and n is used only
+    in the mask."""
     k = tl.arange(0, BLOCK_K)
     tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), tl.cast(next_token, tl.int64), mask=k == n)

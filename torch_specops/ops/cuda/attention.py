@@ -1,12 +1,14 @@
-"""`specops::attend` on CUDA: programs share the slots of each row, and their parts are combined afterwards.
+"""`specops::attend` on CUDA: several programs share the slots of a row, and a second kernel combines their results.
 
-Bytes: 2 * H * D * s per slot that a query of the row sees, read once for all queries and heads of a group. Scratch:
-4 * (D + 2) bytes for each query, head and part, written and read once. Two launches:
-1. `attend_kernel`, one program per (row, key head, part): the part's maximum, sum and sum of values for each query of
-   the group. A row's slots are divided evenly, whatever its length, which the host does not know.
-2. `join_kernel`, one program per (row, query, head): combine the parts in their order.
-If rows and heads alone fill the device, there is one part: one launch and no scratch.
-No atomics: bitwise repeatable.
+Bytes: 2 * H * D * s per slot that a query of the row attends to, with s bytes per entry. They are read once for all
+queries and query heads of a group. Scratch: 4 * (D + 2) bytes for each query, head and part, written and read once. Two
+launches:
+1. `attend_kernel`, one program per (row, key head, part): for each query of the group, the maximum score, the sum of
+   exponentials, and the weighted sum of values over the slots of this part. The slots of each row are divided evenly on
+   the device, because the host does not know the row's length.
+2. `join_kernel`, one program per (row, query, head): combine the parts in a fixed order.
+If rows and heads alone fill the device, each row has one part, and there is one launch and no scratch. There are no
+atomics, so results are bitwise repeatable.
 """
 
 import math
@@ -20,13 +22,14 @@ from torch import Tensor
 from . import launch
 from .tiles import rounded_product
 
-# The most (query head, new token) pairs of a program, and the most numbers in their sums of values by bytes of the
-# dtype: more would spill. Products of float32 do not use tensor cores.
+# The most (query head, new token) pairs of a program, and for each element size the most numbers in the accumulated
+# values. With more, registers would spill. The limit is lower for float32, because its products do not use tensor
+# cores.
 MAX_ROWS = 64
 MAX_SUMS = {2: 8192, 4: 2048}
-# Bytes of a tile of keys.
+# The size of a tile of keys in bytes.
 TILE_BYTES = 8192
-# About two programs for each multiprocessor of a large GPU.
+# The number of programs to launch: about two for each multiprocessor of a large GPU.
 RESIDENT_PROGRAMS = 256
 MAX_PARTS = 64
 ATTEND_WARPS = 4
@@ -40,14 +43,14 @@ def attend_kernel(
     keys_ptr,  # [B, H, capacity, D] contiguous
     values_ptr,  # [B, H, capacity, D] contiguous
     spans_ptr,  # [B, n, 2]
-    sums_ptr,  # [B, n, GROUP * H, PARTS, D] float32; of one part the output
-    scales_ptr,  # [B, n, GROUP * H, PARTS, 2] float32: maximum, sum of exponentials; None with one part
+    sums_ptr,  # [B, n, GROUP * H, PARTS, D] float32; with one part, this is the output
+    scales_ptr,  # [B, n, GROUP * H, PARTS, 2] float32, maximum and sum of exponentials; None with one part
     stride_b,
     stride_h,
     stride_n,
     num_queries,
     capacity,
-    SCALE: tl.constexpr,  # makes scores exponents of 2
+    SCALE: tl.constexpr,  # scale * log2(e), because the kernel computes powers of 2
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
@@ -59,7 +62,7 @@ def attend_kernel(
     head = tl.program_id(1)
     part = tl.program_id(2) % PARTS
     num_heads = tl.num_programs(1)
-    # Each row of the product is one query of one head of the group.
+    # Each row of the matrix product is one query of one query head of the group.
     m = tl.program_id(2) // PARTS * ROWS + tl.arange(0, ROWS)
     query = m // GROUP
     query_head = head * GROUP + m % GROUP
@@ -93,7 +96,7 @@ def attend_kernel(
         seen = (slot[None, :] >= first[:, None]) & (slot[None, :] <= last[:, None]) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # If nothing was seen yet, -inf minus -inf would be NaN.
+        # If all slots so far are masked, use 0, because -inf minus -inf would be NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - shift[:, None])
         kept = tl.exp2(top - shift)
@@ -103,7 +106,7 @@ def attend_kernel(
 
     place = ((row * num_queries + query) * num_heads * GROUP + query_head) * PARTS + part
     if PARTS == 1:
-        # A query that sees no slot gets zeros.
+        # A query that attends to no slot gets zeros.
         sums /= tl.where(total == 0, 1.0, total)[:, None]
     else:
         tl.store(scales_ptr + place * 2, top, exists)
@@ -135,8 +138,8 @@ def join_kernel(
 
 
 def block_sizes(head_dim: int, size: int) -> tuple[int, int, int]:
-    """BLOCK_D, TILE and the most ROWS of a program, for heads of `head_dim` entries of `size` bytes."""
-    # Tensor cores sum over at least 16 entries.
+    """BLOCK_D, TILE and the largest ROWS of a program, for heads with `head_dim` entries of `size` bytes."""
+    # Tensor cores need at least 16 entries in the dimension they sum over.
     block_d = max(triton.next_power_of_2(head_dim), 16)
     return block_d, max(TILE_BYTES // (block_d * size), 16), max(min(MAX_ROWS, MAX_SUMS[size] // block_d), 16)
 
@@ -146,7 +149,7 @@ def join_warps(parts: int, block_d: int) -> int:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """Launch `specops::attend`, which has checked its arguments."""
+    """Launch the kernels of `specops::attend`, which has checked the arguments."""
     batch, num_heads, count, head_dim = queries.shape
     _, num_key_heads, capacity, _ = keys.shape
     group = num_heads // num_key_heads

@@ -1,30 +1,30 @@
-"""`specops::verify_block` on CUDA: accept as many drafts as the block allows, then draw from the residual (docs/math.md
-has the law).
+"""`specops::verify_block` on CUDA: find the number of accepted drafts, then draw from the residual (defined in
+docs/math.md).
 
-With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), n is the largest i with u_i < h_i. At the end of the block
-h_i = P_i. Before it h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p_i - q_i, 0), where p_i and q_i are the rows
-after x_1 .. x_i. This sum reads the rows a second time, but only where the block may still end:
-- at no row, if u < P at the end of the block;
-- not where u_i >= P_i, because h_i <= P_i;
-- not before the last i with P_i = 1, because h_i = 1 there.
+With P_0 = 1 and P_i = min(P_{i-1} p(x_i) / q(x_i), 1), n is the largest i with u_i < h_i. At the end of the block h_i =
+P_i. Before it h_i = S_i / (S_i + 1 - P_i) with S_i = sum max(P_i p_i - q_i, 0), where p_i and q_i are the rows after
+x_1 .. x_i. This sum reads rows a second time, but only at positions i where the block may still end ("candidates"):
+- If u < P at the end of the block, the whole block is accepted, and there are no candidates.
+- A position with u_i >= P_i is no candidate, because h_i <= P_i.
+- A position before the last i with P_i = 1 is no candidate, because h_i = 1 there.
 
-Bytes per sequence, with s_p and s_q bytes a logit and C rows left, 0 <= C <= K:
+Bytes per sequence, with s_p and s_q bytes per logit of target and draft, and C candidates, 0 <= C <= K:
     without draft_lse   V * ((K + 1 + C) * s_p + (K + C) * s_q)
     with draft_lse      V * ((K + 1 + C) * s_p + C * s_q)
     one-hot drafts      V * (K + 1 + C) * s_p
-and one tile of a row pair once more. With filters, the search for the bounds of all rows comes first. Rows after a
-padded draft, draft rows of greedy sequences and sequences with a negative or NaN temperature are not read, as in
-`verify_exact`. Nothing of size [.., V] is written. The scratch is 8 bytes per (row, tile) of the rows that are read
-first, 8 per (draft, tile), 32 per draft and 4 per sequence.
+In addition, one tile of a target row and of a draft row is read again. With filters, the search for the bounds of all
+rows comes first. As in `verify_exact`, these are not read: rows after a padded draft, draft rows of greedy sequences,
+and sequences with a negative or NaN temperature. Nothing of size [.., V] is written. Scratch: 8 bytes per (row, tile)
+of the rows in the first launch, 8 per (draft, tile), 32 per draft and 4 per sequence.
 
-Three launches. Each program writes its own part of the scratch and adds up in a fixed order, so results are bitwise
-repeatable. For K = 0 the op calls `verify_exact`.
+There are three launches. No two programs write the same scratch, and sums are taken in a fixed order, so results are
+bitwise repeatable. For K = 0 the op calls `verify_exact`.
 1. `stats_kernel` in `stats.py`, one program per (row, tile).
-2. `reach_kernel`, one program per draft: combines the partials of its two rows, p / q of its token. The last program of
-   a sequence computes all P_i and finds the rows that are left, or n if there are none.
-3. `draw_kernel`, one program per (sequence, few tiles), and per draft if programs are few: sums the residual weights of
-   its tiles in the rows that are left. The last program of a sequence finds n, picks the tile that s falls into,
-   rescans it, and writes the output row.
+2. `reach_kernel`, one program per draft: combines the partials of its two rows and computes p / q of its token. The
+   last program of a sequence computes all P_i, and finds the candidates, or n if there are none.
+3. `draw_kernel`, one program per (sequence, few tiles), and per draft if there would be few programs: sums the residual
+   weights of its tiles in the rows of the candidates. The last program of a sequence finds n, selects the tile that s
+   falls into, reads it again, and writes the output row.
 """
 
 import torch
@@ -57,7 +57,7 @@ from .tiles import (
     store_pair,
 )
 
-# The float64 exp of anything less is 0.
+# The float64 exp of any smaller number is 0.
 LEAST_EXPONENT = tl.constexpr(-745.0)
 # exp(LARGEST_RATIO_EXPONENT) is finite in float64, and so is its product with LARGEST_SCALE.
 LARGEST_RATIO_EXPONENT = tl.constexpr(300.0)
@@ -66,7 +66,7 @@ LARGEST_SCALE = tl.constexpr(1e150)
 
 @triton.jit
 def compose(scale, cap, next_scale, next_cap):
-    """x -> min(x * scale, cap), then x -> min(x * next_scale, next_cap), as a single map."""
+    """The composition of x -> min(x * scale, cap) and then x -> min(x * next_scale, next_cap), as one such map."""
     return tl.minimum(scale * next_scale, LARGEST_SCALE), tl.minimum(cap * next_scale, next_cap)
 
 
@@ -79,13 +79,13 @@ def reach_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     state_ptr,  # [B, K, 4]
-    ratio_ptr,  # [B, K] float64 p / q of draft i; -1 if the block ends before it, or a greedy sequence rejects it
-    reach_ptr,  # [B, K] float64 P_i if the block may end before draft i, else -1
-    count_ptr,  # [B] programs that have stored their ratio
-    num_accepted_ptr,  # [B]; -1 if the residuals decide
+    ratio_ptr,  # [B, K] float64, p / q of draft i; -1 if the block ends before it, or a greedy row rejects it
+    reach_ptr,  # [B, K] float64, P_i if i is a candidate, else -1
+    count_ptr,  # [B], the number of programs that have stored their ratio
+    num_accepted_ptr,  # [B]; -1 if it depends on the residuals, which the next kernel sums
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -145,7 +145,7 @@ def reach_kernel(
                 q_exponent = z_q.to(tl.float64) - q_max.to(tl.float64)
                 has_ratio = has_ratio & (q_exponent > LEAST_EXPONENT) & (q_sum > 0)
                 exponent -= tl.minimum(q_exponent, LARGEST_EXPONENT)
-            # If both rows have the same sum, the quotient is exactly 1.
+            # If both rows have the same sum, use exactly 1, which a product with a rounded reciprocal may miss.
             sums = tl.where(q_sum == p_sum, 1.0, q_sum * reciprocal(p_sum)).to(tl.float64)
             exponent = tl.where(has_ratio, tl.minimum(exponent, LARGEST_RATIO_EXPONENT), 0.0)
             value = tl.where(has_ratio, tl.exp(exponent) * sums, 0.0)
@@ -157,12 +157,12 @@ def reach_kernel(
     if is_last_program(count_ptr + b, num_drafts):
         k = tl.arange(0, BLOCK_K)
         ratios = tl.load(ratio_ptr + b * num_drafts + k, mask=k < num_drafts, other=-1.0)
-        # The length of the block, or the drafts that a greedy sequence accepts.
+        # n is the length of the block, or the number of drafts that a greedy sequence accepts.
         n = tl.min(tl.where(ratios >= 0, BLOCK_K, k), 0)
         one = tl.full((BLOCK_K,), 1.0, tl.float64)
         scale, cap = tl.associative_scan((tl.maximum(ratios, 0.0), one), 0, compose)
 
-        # Lane k is for a block that ends after draft k, that is before draft k + 1.
+        # Lane k has the values for accepting k + 1 drafts, the drafts 0 .. k.
         reach = tl.minimum(scale, cap)
         u = tl.load(accept_uniforms_ptr + b * num_drafts + k, mask=k < n, other=0.0)
         passed = (k < n) & (reach > 0) & (u.to(tl.float64) < reach)
@@ -189,7 +189,7 @@ def longest(
     BLOCK_T: tl.constexpr,
     WALK: tl.constexpr,
 ):
-    """The number of accepted drafts of sequence b, by the residual masses of the rows that are left; at least n."""
+    """The number of accepted drafts of sequence b, from the residual masses of its candidates; at least n."""
     draft_ptr, _, _, _, _, _ = draft
     num_drafts, _, num_tiles, _, _ = sizes
     first_draft = b * num_drafts
@@ -200,7 +200,7 @@ def longest(
         mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
         total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
         if draft_ptr is not None:
-            # If both rows have equal logits, q = c p for a number c, and the residual is (P - c) p.
+            # If target and draft have equal rows, q = c p for a number c, and the residual is (P - c) p.
             state = state_ptr + (first_draft + i) * 4
             p_shift = tl.load(state, mask=candidate, other=0.0)
             p_weight = tl.load(state + 1, mask=candidate, other=1.0)
@@ -211,7 +211,7 @@ def longest(
         total = tl.where(total > LEAST_RESIDUAL, total, 0.0)
         u_ptr = accept_uniforms_ptr + first_draft + i - 1
         u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
-        # P = 1 accepts, even if the residual is empty.
+        # A candidate with P = 1 is accepted even if its residual is empty.
         accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
         n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
     return n
@@ -226,12 +226,12 @@ def draw_kernel(
     sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
-    mass_ptr,  # [B, K, num_tiles, 2] residual mass, and whether p and q differ there
-    count_ptr,  # [B] programs that have summed their part of the residuals
+    mass_ptr,  # [B, K, num_tiles, 2] residual mass, and 1 if p and q differ in the tile
+    count_ptr,  # [B], the number of programs that have summed their part of the residuals
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
     stride_target_b,
@@ -275,7 +275,7 @@ def draw_kernel(
                 sum_residual(b, i, first_tile, tiles_per_program, masses, target, draft, sizes, inverse_t, state, TILE)
 
     if is_last_program(count_ptr + b, tl.num_programs(1) * tl.num_programs(2)):
-        # Reload n to save a register.
+        # Load n again, so that it occupies no register in between.
         n = tl.load(num_accepted_ptr + b)
         undecided = n < 0
         if undecided:
@@ -313,7 +313,8 @@ def draw_kernel(
 
 
 def verify_block(args: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_block`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    """Launch the kernels of `specops::verify_block`, which has checked the arguments. Tests and benchmarks set
+    `tile`."""
     batch, num_rows, _ = args.target_logits.shape
     num_drafts = num_rows - 1
     if num_drafts == 0:
@@ -324,7 +325,8 @@ def verify_block(args: VerifyArguments, *, tile: int | None = None) -> tuple[Ten
 
     values = exact_values(args, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
-    # If programs are few, each takes one row pair; otherwise each loops over the pairs of a sequence.
+    # If there would be few programs, launch one per position; otherwise each program loops over the positions of a
+    # sequence.
     parallel_rows = num_drafts if launch.tiles_per_program(batch * num_tiles * num_drafts) == 1 else 1
     tiles_per_program = launch.tiles_per_program(batch * num_tiles * parallel_rows)
     values |= {
@@ -335,7 +337,7 @@ def verify_block(args: VerifyArguments, *, tile: int | None = None) -> tuple[Ten
         "tiles_per_program": tiles_per_program,
     }
     run_stats(args, values)
-    # This kernel holds partials, not logits.
+    # This kernel holds partials in registers and no tile of logits, so its number of warps does not depend on the tile.
     launch.run(reach_kernel, (batch, num_drafts), values, launch.num_warps(MAX_PARTIALS))
     launch.run(draw_kernel, (batch, triton.cdiv(num_tiles, tiles_per_program), parallel_rows), values, num_warps)
     return values["output_tokens_ptr"], values["num_accepted_ptr"]

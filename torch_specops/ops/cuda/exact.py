@@ -1,31 +1,32 @@
-"""`specops::verify_exact` on CUDA: accept the drafts, then draw from the residual (docs/math.md has the law).
+"""`specops::verify_exact` on CUDA: test the drafts, then draw from the residual (defined in docs/math.md).
 
-Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_drafts` in `accept.py`). At the first failure n the
-next token is drawn from max(p_n - q_n, 0), after K acceptances from p_K. p_i(v) = exp(z_i(v) - max_i) / sum_i needs
-only two numbers per row, not its softmax.
+Draft x_i is accepted iff u_i * l * q_i(x_i) < p_i(x_i) (`accept_drafts` in `accept.py`). Let n be the number of drafts
+before the first rejection. The next token is drawn from max(p_n - q_n, 0), or from p_K if all K drafts are accepted.
+p_i(v) = exp(z_i(v) - max_i) / sum_i is computed from two numbers per row, so no softmax is written.
 
-Bytes per sequence, with s_p and s_q bytes a logit:
+Bytes per sequence, with s_p and s_q bytes per logit of target and draft:
     without draft_lse   V * ((K + 1) * s_p + K * s_q), each row once
     with draft_lse      V * ((K + 1) * s_p + s_q): K + 1 target rows and the draft row of the rejection
     one-hot drafts      V * (K + 1) * s_p
-and the row pair of the rejection once more (from L2). In a large batch (`rest_rows`) a sequence that rejects one of its
-first two drafts reads two rows of each side, as if K + 1 and K were 2. Rows after a padded draft, draft rows of greedy
-sequences, and sequences with a negative or NaN temperature are not read. Nothing of size [.., V] is written; the
-scratch is 8 bytes per (row, tile) and per (sequence, tile), and 20 per sequence.
+In addition, the target row and the draft row of the rejection are read once more (from L2). In a large batch
+(`rest_rows`), a sequence that rejects one of its first two drafts reads only two target rows and two draft rows. These
+are not read: rows after a padded draft, draft rows of greedy sequences, and sequences with a negative or NaN
+temperature. Nothing of size [.., V] is written. Scratch: 8 bytes per (row, tile) and per (sequence, tile), and 20 per
+sequence.
 
-With filters the search for the bounds of the K + 1 target and K draft rows comes first (`filter/bounds.py` has its
-bytes and launches), and all loads of a row are masked by its bounds. With `filter_draft=False` the draft rows have no
-bounds, and the search does not read them.
+With filters, the search for the bounds of the K + 1 target rows and the K draft rows comes first (see
+`filter/bounds.py` for its bytes and launches), and loads of a row are masked by its bounds. With `filter_draft=False`
+the draft rows have no bounds, and the search does not read them.
 
-Two launches, three for a large batch. Each program writes its own part of the scratch and adds up in a fixed order, so
-results are bitwise repeatable, and do not depend on which launch summed a row.
+There are two launches, or three for a large batch. No two programs write the same scratch, and sums are taken in a
+fixed order. Results are therefore bitwise repeatable, and do not depend on which launch summed a row.
 1. `stats_kernel` in `stats.py`, one program per (row, tile): maximum and sum of exponentials (greedy rows: the
-   argmax). In a large batch it takes the first two rows of each side.
-2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if both drafts were
-   accepted.
-3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, walks the drafts to n (every program of
-   a sequence computes the same n in the same order), and sums its tiles' residual weights. The last program of a
-   sequence finds the tile that s falls into, rescans it, and writes the output row.
+   argmax). In a large batch, only the first two rows of target and draft.
+2. `rest_kernel`, for a large batch, one program per (row, few tiles): the same for the other rows, if the first two
+   drafts were accepted.
+3. `draw_kernel`, one program per (sequence, few tiles): combines the partials, tests the drafts to find n (every
+   program of a sequence computes the same n in the same order), and sums the residual weights of its tiles. The last
+   program of a sequence finds the tile that s falls into, reads it again, and writes the output row.
 """
 
 import math
@@ -50,9 +51,10 @@ from .tiles import (
     store_pair,
 )
 
-# Rows of target and draft that a large batch sums first.
+# In a large batch, the first launch sums this many rows of target and draft.
 FIRST_ROWS = tl.constexpr(2)
-# The least number of tiles in the other rows for which the extra launch pays: 16 us of 16-bit reads on an H200.
+# The extra launch is worth its cost if the other rows have at least this many tiles. On an H200 that is 16 us of reads
+# of 16-bit logits.
 EARLY_EXIT_TILES = 8192
 
 
@@ -65,7 +67,7 @@ def rest_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     stride_target_b,
     stride_target_k,
@@ -80,7 +82,7 @@ def rest_kernel(
     rows_per_sequence,
     num_bounds,
     lenience,
-    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    argmax_gap,  # the log of argmax_lenience; None: greedy rows accept only the argmax
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -105,7 +107,7 @@ def rest_kernel(
         i, live, b, target, draft, draft_lse_ptr, accept_uniforms_ptr, partial_ptr, sizes, rule, BLOCK_T
     )
     if draft_lse_ptr is not None:
-        # With draft_lse the draft rows need no sums.
+        # With draft_lse the sums of draft rows are known, so do not read these rows.
         draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
     if accepted_prefix_length(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
@@ -127,13 +129,13 @@ def walk(
     BLOCK_T: tl.constexpr,
     WALK: tl.constexpr,
 ):
-    """The number of accepted drafts among the first `reachable` of sequence b; after a rejection none is live."""
+    """The number of accepted drafts of sequence b before the first rejection, among the first `reachable` drafts."""
     num_drafts, _, _, _, _ = sizes
     _, _, _, _, bounds_ptr = target
     _, _, _, argmax_gap = rule
     n = tl.zeros((), tl.int64)
-    # Visit all drafts: in a loop whose end depends on data, every reduction would be a call. The loop mostly takes one
-    # turn, and addresses of bounds that were hoisted out of it made `ptxas` spill.
+    # Visit all drafts, because in a loop whose end depends on data every reduction would be a function call. Do not
+    # hoist the addresses of bounds out of the loop: this made `ptxas` spill, and the loop mostly runs once.
     for start in tl.range(0, num_drafts, WALK, disable_licm=bounds_ptr is not None or argmax_gap is not None):
         i = (start + tl.arange(0, WALK)).to(tl.int64)
         live = i < reachable
@@ -148,7 +150,7 @@ def walk(
 
 @triton.jit
 def draft_state(b, n, partial_ptr, draft, draft_lse_ptr, sizes, BLOCK_T: tl.constexpr):
-    """q_shift and q_weight of draft row n of sequence b; zeros for a one-hot draft."""
+    """The state (q_shift, q_weight) of draft row n of sequence b; zeros for a one-hot draft."""
     draft_ptr, _, _, _, _, _ = draft
     num_drafts, _, num_tiles, rows_per_sequence, _ = sizes
     q_shift, q_weight = 0.0, 0.0
@@ -169,11 +171,11 @@ def draw_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
-    mass_ptr,  # [B, num_tiles, 2] residual mass, and whether p and q differ there
-    state_ptr,  # [B, 4] of the rows drawn from
-    count_ptr,  # [B] programs that have summed their part of the residual
+    mass_ptr,  # [B, num_tiles, 2] residual mass, and 1 if p and q differ in the tile
+    state_ptr,  # [B, 4], the state of the rows that the next token is drawn from
+    count_ptr,  # [B], the number of programs that have summed their part of the residual
     num_accepted_ptr,  # [B]
     output_tokens_ptr,  # [B, K+1]
     stride_target_b,
@@ -189,7 +191,7 @@ def draw_kernel(
     rows_per_sequence,
     num_bounds,
     lenience,
-    argmax_gap,  # log of the lenience of greedy sequences; None: they accept the argmax alone
+    argmax_gap,  # the log of argmax_lenience; None: greedy rows accept only the argmax
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -197,7 +199,7 @@ def draw_kernel(
 ):
     b = tl.program_id(0).to(tl.int64)
     first_tile = tl.program_id(1) * tiles_per_program
-    # Inductor passes a Python float as float64, a launch as float32.
+    # Cast, because a Python float arrives as float64 from Inductor and as float32 from a direct launch.
     lenience = tl.cast(lenience, tl.float32)
     if argmax_gap is not None:
         argmax_gap = tl.cast(argmax_gap, tl.float32)
@@ -232,7 +234,7 @@ def draw_kernel(
             sum_residual(b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE)
 
     if is_last_program(count_ptr + b, tl.num_programs(1)):
-        # Reload these to save registers: values loaded before the branch would occupy them until here.
+        # Load these values again to save registers: values loaded before the branch would occupy registers until here.
         n = tl.load(num_accepted_ptr + b)
         temperature = load_temperature(temperature_ptr, b)
         inverse_t = inverse_temperature(temperature_ptr, temperature)
@@ -259,14 +261,15 @@ def draw_kernel(
 
 
 def rest_rows(tiles: int, num_rows: int, rows: int) -> int:
-    """The number of a sequence's `rows` (the target has `num_rows` of them) that `rest_kernel` sums; 0 = no launch.
-    `tiles` counts the tiles of one row of all sequences."""
+    """The number of rows of a sequence that `rest_kernel` sums; 0 = do not launch it. A sequence has `rows` rows, of
+    which `num_rows` belong to the target. `tiles` is the number of tiles of one row, times the batch size."""
     rest = rows - FIRST_ROWS.value * (1 if rows == num_rows else 2)
     return rest if launch.hint(tiles * rest) >= EARLY_EXIT_TILES else 0
 
 
 def verify_exact(args: VerifyArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_exact`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    """Launch the kernels of `specops::verify_exact`, which has checked the arguments. Tests and benchmarks set
+    `tile`."""
     values = exact_values(args, tile)
     batch, num_rows, _ = args.target_logits.shape
     tile, num_tiles, rows = values["TILE"], values["num_tiles"], values["rows_per_sequence"]

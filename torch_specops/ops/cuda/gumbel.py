@@ -1,12 +1,15 @@
-"""`specops::sample_gumbel` and `specops::verify_gumbel` on CUDA: draw y_i from every row, accept drafts equal to it.
+"""`specops::sample_gumbel` and `specops::verify_gumbel` on CUDA: draw y_i from every row, and accept drafts up to the
+first x_i != y_i.
 
-Bytes per sequence: V * (K + 1) * s, each row once. Rows after a padded draft are not read. The noise is computed as
-logits are loaded; nothing of size [.., V] is written. Two launches:
-1. `score_kernel`, one program per (row, tile): the token of the largest (z - max) / T + g of the tile, and its logit.
+Bytes per sequence: V * (K + 1) * s with s bytes per logit, each row once. Rows after a padded draft are not read. The
+noise is computed when logits are loaded, so nothing of size [.., V] is written. Two launches:
+1. `score_kernel`, one program per (row, tile): the token with the largest score (z - max) / T + g in the tile, and its
+   logit.
 2. `match_kernel`, one program per sequence: computes the scores of these tokens again, relative to the largest of their
-   logits, and walks the drafts.
-Scratch: 8 bytes per (row, tile). The order of a maximum does not matter: bitwise repeatable.
-With filters the search for the rows' bounds comes first (`filter/bounds.py`), and loads are masked by them.
+   logits, and compares the drafts with the tokens of the largest scores.
+Scratch: 8 bytes per (row, tile). A maximum does not depend on the order of its inputs, so results are bitwise
+repeatable. With filters, the search for the bounds of the rows comes first (`filter/bounds.py`), and loads are masked
+by the bounds.
 """
 
 import torch
@@ -33,19 +36,19 @@ from .tiles import (
 )
 from .uniforms import philox
 
-# The id of the stream "noise" in `uniforms.py`, which the keys come from.
+# The id of the stream "noise" in `uniforms.py`, from which the keys are computed.
 NOISE = tl.constexpr(4)
-# As in `cpu/gumbel.py`.
+# The constants of the hash and the largest w, as in `cpu/gumbel.py`.
 WEYL = tl.constexpr(0x9E3779B9)
 FACTOR = tl.constexpr(0x735A2D97)
 LARGEST = tl.constexpr(1.0 - 2.0**-24)
-# Up to this w, -log(1 - w) is computed by a power series, because 1 - w would lose digits of w.
+# For w up to this number, -log(1 - w) is computed by a power series, because 1 - w would lose digits of w.
 LARGEST_IN_SERIES = tl.constexpr(0.0625)
 
 
 @triton.jit
 def noise_keys(seeds_ptr, positions_ptr, b, i):
-    """The two keys of the noise at position i of sequence b."""
+    """The two noise keys of sequence b at position positions[b] + i."""
     key_0, key_1, _, _ = philox(tl.load(seeds_ptr + b), tl.load(positions_ptr + b) + i, 0, NOISE)
     return key_0, key_1
 
@@ -59,7 +62,7 @@ def token_hash(v, key_0, key_1):
 
 @triton.jit
 def noise(v, key_0, key_1):
-    """g = -log(-log(1 - w)), with w from the hash of token ids v."""
+    """The noise g = -log(-log(1 - w)), where w comes from the hash of token ids v."""
     w = tl.minimum((token_hash(v, key_0, key_1).to(tl.float32) + 0.5) * 2.0**-32, LARGEST)
     series = w * (1.0 + w * (1.0 / 2 + w * (1.0 / 3 + w * (1.0 / 4 + w * (1.0 / 5)))))
     return -tl.log(tl.where(w <= LARGEST_IN_SERIES, series, -tl.log(1.0 - w)))
@@ -67,14 +70,14 @@ def noise(v, key_0, key_1):
 
 @triton.jit
 def score(z, top, v, key_0, key_1, inverse_t):
-    """(z - top) / T + g, -inf where z is; top is finite."""
+    """The score (z - top) / T + g; -inf where z is -inf. `top` is finite."""
     gap = tl.maximum(tl.maximum(z - top, -FLOAT32_MAX) * inverse_t, -FLOAT32_MAX)
     return tl.where(z > float("-inf"), gap + noise(v, key_0, key_1), float("-inf"))
 
 
 @triton.jit
 def inverse_of(temperature_ptr, temperature):
-    """1 / T, and 0 for an infinite T."""
+    """1 / T; 0 for an infinite T."""
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     if temperature_ptr is not None:
         inverse_t = tl.where(temperature == float("inf"), 0.0, inverse_t)
@@ -141,7 +144,7 @@ def match_kernel(
     inverse_t = inverse_of(temperature_ptr, temperature)
     num_valid = count_valid(draft_tokens_ptr + b * num_drafts, num_drafts, vocab_size, BLOCK_K)
     n = tl.zeros((), tl.int64)
-    # The last row that matters; rows after a mismatch do not.
+    # The last row that may be used. After a mismatch no later row is used.
     last = tl.where(temperature >= 0, num_valid, -1)
     for start in tl.range(0, num_drafts + 1, WALK):
         i = (start + tl.arange(0, WALK)).to(tl.int64)
@@ -164,7 +167,8 @@ def match_kernel(
 
 
 def verify_gumbel(args: GumbelArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_gumbel`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    """Launch the kernels of `specops::verify_gumbel`, which has checked the arguments. Tests and benchmarks set
+    `tile`."""
     target, filters = args.target_logits, args.filters
     batch, num_rows, vocab_size = target.shape
     tile = tile or launch.tile_size(vocab_size, batch * num_rows)

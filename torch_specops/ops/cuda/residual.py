@@ -1,6 +1,8 @@
-"""The draft's rows in `verify_exact` and `verify_block`: their statistics, the residual max(p - q, 0), and the draw.
+"""Functions of `verify_exact` and `verify_block`: statistics of draft rows, the residual max(p - q, 0), and the draw of
+the next token.
 
-Four numbers describe a pair of rows: p(v) = exp(z_p(v) - p_shift) * p_weight, and q likewise.
+A target row and its draft row have a state of four numbers, with p(v) = exp(z_p(v) - p_shift) * p_weight and q(v) =
+exp(z_q(v) - q_shift) * q_weight.
 """
 
 import triton
@@ -24,23 +26,25 @@ from .tiles import (
 )
 
 LARGEST_PLAIN_SHIFT = tl.constexpr(2.0**100)
-# q(x) is at most exp of this, so that float64 holds it for any `draft_lse`.
+# q(x) is clamped to exp of this number, so that it is finite in float64 for any `draft_lse`.
 LARGEST_EXPONENT = tl.constexpr(700.0)
-# A residual with a mass up to this counts as empty.
+# A residual with at most this mass counts as empty.
 LEAST_RESIDUAL = tl.constexpr(2.0**-100)
 
 
 @triton.jit
 def stats_from_lse(lse):
-    """The (max, sum) that give exp(z - lse); they give probability 0 if lse is not finite."""
+    """The maximum and the sum for which exp(z - max) / sum is exp(z - lse), or 0 if lse is not finite."""
     finite = tl.abs(lse) <= FLOAT32_MAX
-    # A maximum of inf gives exp(z - inf) = 0. Another could overflow, and inf times 0 is NaN.
+    # Use inf as the maximum, so that exp(z - inf) is 0. With another maximum, exp could overflow, and inf times 0 is
+    # NaN.
     return tl.where(finite, lse, float("inf")), tl.where(finite, 1.0, 0.0)
 
 
 @triton.jit
 def draft_stats(partial_ptr, partial_row, draft_lse_ptr, lse_index, num_tiles, live, BLOCK_T: tl.constexpr):
-    """[R] maximum and sum of exponentials of draft rows: from draft_lse if it is given, else from their partials."""
+    """The maximum [R] and the sum of exponentials [R] of draft rows, from draft_lse if it is given, else from their
+    partials."""
     if draft_lse_ptr is None:
         tile_max, tile_sum = load_partials(partial_ptr, partial_row, num_tiles, live, BLOCK_T)
         z_max, z_sum = combine_stats(tile_max, tile_sum)
@@ -67,17 +71,18 @@ def load_state(state_ptr):
 
 @triton.jit
 def scale_in_row(x, inverse_t, shift):
-    """`scale` in a row whose largest scaled logit is `shift`. Unless that is extreme, logits that overflow have no
-    weight anyway, and `maximum` turns NaN into -inf."""
+    """A faster `scale` for a row whose largest scaled logit is `shift`. Unless `shift` is extreme, no clamping is
+    needed: only logits of weight 0 can overflow, and `maximum` turns NaN into -inf."""
     plain = tl.abs(shift) <= LARGEST_PLAIN_SHIFT
     return tl.maximum(x * inverse_t, float("-inf")) if plain else scale(x, inverse_t)
 
 
 @triton.jit
 def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TILE: tl.constexpr):
-    """[TILE] max(p - q, 0) of rows n of sequence b, and whether their logits differ in this tile at all. If the logits
-    are equal, q is a multiple of p, which rounding may hide in the difference: the sums may have been taken in another
-    order, or q's may come from `draft_lse`."""
+    """[TILE] max(p - q, 0) at position n of sequence b, and 1 if any logits of target and draft differ in this tile,
+    else 0. The second result is needed because q is a multiple of p if all logits are equal. The difference would then
+    consist of rounding errors, because the two sums may be taken in different orders, or q's sum may come from
+    `draft_lse`."""
     draft_ptr, stride_b, stride_k, stride_v, bounds_ptr, tokens_ptr = draft
     num_drafts, vocab_size, _, _, num_bounds = sizes
     _, _, q_shift, q_weight = state
@@ -98,8 +103,8 @@ def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TIL
 def sum_residual(
     b, n, first_tile, tiles_per_program, mass_ptr, target, draft, sizes, inverse_t, state, TILE: tl.constexpr
 ):
-    """Store the residual mass of rows n of sequence b in each of a program's tiles, and whether p and q differ
-    there."""
+    """For each tile of this program, store the residual mass at position n of sequence b, and whether p and q differ in
+    the tile."""
     target_ptr, stride_b, stride_k, stride_v, bounds_ptr = target
     _, vocab_size, num_tiles, _, num_bounds = sizes
     p_shift, p_weight, _, _ = state
@@ -107,7 +112,7 @@ def sum_residual(
     bounds_row = b * num_bounds + n
     lead = row_lead(row_ptr, stride_v)
     end = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
-    # With hoisted addresses, `ptxas` spilled.
+    # Disable hoisting, because with hoisted addresses `ptxas` spilled registers.
     for tile in tl.range(first_tile, end, disable_licm=True):
         x_p = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
         z_p = scale_in_row(x_p, inverse_t, p_shift)
@@ -132,8 +137,8 @@ def draw_token(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The next token, from rows n of sequence b: find the tile that the uniform falls into, then the token in it. It is
-    drawn from the residual if that was summed (`weighed`) and is not empty, else from p."""
+    """Draw the next token at position n of sequence b: find the tile that the uniform falls into, then the token in the
+    tile. The token is drawn from the residual if the residual was summed (`weighed`) and is not empty, else from p."""
     target_ptr, stride_b, stride_k, stride_v, bounds_ptr = target
     _, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
     p_shift, p_weight, _, _ = state

@@ -1,10 +1,12 @@
-"""`specops::sample` on CUDA: draw one token per row of softmax(logits / T), and its logsumexp.
+"""`specops::sample` on CUDA: draw one token per row of softmax(logits / T), and compute the row's logsumexp.
 
-Bytes: V * s per row, read once, and one of its tiles again (from L2). Two launches:
+Bytes: V * s per row with s bytes per logit, read once, and one tile of the row again (from L2). Two launches:
 1. `stats_kernel`, one program per (row, tile): the tile's maximum and sum of exponentials, 8 bytes.
-2. `draw_kernel`, one program per row: combine the partials in tile order, pick the tile that s falls into, rescan it.
-Scratch: 8 bytes per tile, V / TILE of them a row. No float atomics: bitwise repeatable.
-With filters the search for the rows' bounds comes first (`filter/bounds.py`); both kernels mask their loads.
+2. `draw_kernel`, one program per row: combine the partials in the order of tiles, select the tile that the uniform
+   falls into, and read it again to find the token.
+Scratch: 8 bytes per tile, with V / TILE tiles per row. There are no float atomics, so results are bitwise repeatable.
+With filters, the search for the bounds of the rows comes first (`filter/bounds.py`), and both kernels mask their loads
+by the bounds.
 """
 
 import torch
@@ -80,7 +82,7 @@ def draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = load_temperature(temperature_ptr, row)
-    # Load it early: compilers do not move loads across the barriers of a reduction.
+    # Load the uniform early, because the compiler does not move loads across the barriers of a reduction.
     uniform = tl.load(uniforms_ptr + row)
     tile_max, sum_or_token = load_row_partials(partial_ptr, row, num_tiles, BLOCK_T)
     if temperature == 0:
@@ -106,7 +108,7 @@ def draw_kernel(
 
 
 def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::sample`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    """Launch the kernels of `specops::sample`, which has checked the arguments. Tests and benchmarks set `tile`."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

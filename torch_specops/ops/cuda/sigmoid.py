@@ -1,18 +1,21 @@
-"""`specops::verify_sigmoid` on CUDA: sigmoid scores instead of probabilities. Lossy.
+"""`specops::verify_sigmoid` on CUDA: verification with sigmoid scores instead of probabilities. It is lossy.
 
-p^(v) = sigmoid((z_p(v) / T - alpha) / (beta - alpha)), q^ likewise; accept x_i iff u_i * q^_i(x_i) < p^_i(x_i). At the
-first failure n, draw from max(p^_n - q^_n, 0), after K acceptances from softmax(z_p,K / T). A score depends on one
-logit only, so an acceptance test reads two logits and no row.
+The target's score is p^(v) = sigmoid((z_p(v) / T - alpha) / (beta - alpha)); the draft's score q^ is computed in the
+same way. Draft x_i is accepted iff u_i * q^_i(x_i) < p^_i(x_i). Let n be the number of drafts before the first
+rejection. The next token is drawn from max(p^_n - q^_n, 0), or from softmax(z_p,K / T) if all K drafts are accepted. A
+score depends on a single logit, so an acceptance test reads two logits and no whole row.
 
-Bytes per sequence: 2 K logits, and one row pair V * (s_p + s_q) (the bonus: one row), once and one tile of it again.
-A greedy sequence reads its K + 1 target rows, V * (K + 1) * s_p, for the argmax. Scratch: 8 bytes per (row, tile). Two
-launches:
-1. `score_kernel`, a few tiles of a sequence a program: walks the drafts to n (every program of a sequence computes the
-   same n), then sums the weights of each tile; for greedy sequences the argmax of its tiles in each row.
-2. `draw_kernel`, one program per sequence: picks the tile that s falls into, rescans it, writes the output row.
+Bytes per sequence, with s_p and s_q bytes per logit: 2 K logits, and V * (s_p + s_q) for the target row and the draft
+row of the rejection (only the target row for a bonus token), of which one tile is read again. A greedy sequence reads
+its K + 1 target rows, V * (K + 1) * s_p, for the argmax. Scratch: 8 bytes per (row, tile). Two launches:
+1. `score_kernel`, one program per (sequence, few tiles): tests the drafts to find n (every program of a sequence
+   computes the same n), then sums the weights of each tile. For greedy sequences, it finds the argmax of its tiles in
+   each row.
+2. `draw_kernel`, one program per sequence: selects the tile that s falls into, reads it again, and writes the output
+   row.
 
-The logits of a row pair are widened only when both rows are loaded (`widen`), so that the loads overlap, and a register
-holds two 16-bit logits.
+The logits of target and draft are converted to float32 (`widen`) only after both are loaded. The loads then overlap,
+and until the conversion a register holds two 16-bit logits.
 """
 
 import triton
@@ -56,45 +59,49 @@ from .tiles import (
     widen,
 )
 
-# Drafts per turn of the walk over single logits, which holds no partials.
+# The number of drafts tested at a time. It is larger than in the other ops, because the tests hold no partials in
+# registers.
 SCORE_WALK = tl.constexpr(16)
 
 
 @triton.jit
 def floor(z, lowest):
-    """Clamp logits to `lowest`, whose score sigmoid(-80) float32 still holds; -inf stays."""
+    """Clamp logits from below at `lowest`, whose score sigmoid(-80) float32 can represent. -inf is not clamped."""
     return tl.where(z > float("-inf"), tl.maximum(z, lowest), float("-inf"))
 
 
 @triton.jit
 def for_raw_logits(inverse_t, alpha, inverse_range, lowest):
-    """slope, middle: (z - alpha) / (beta - alpha) = (slope x - middle) ln 2 for a raw logit x; and the lowest x."""
+    """The constants (slope, middle, lowest x) for scores of raw logits x: (z - alpha) / (beta - alpha) = (slope x -
+    middle) ln 2."""
     slope = tl.minimum(inverse_t * (inverse_range * LOG2_E), FLOAT32_MAX)
     return slope, alpha * inverse_range * LOG2_E, lowest / inverse_t
 
 
 @triton.jit
 def score(x, slope, middle, lowest):
-    """sigmoid((z - alpha) / (beta - alpha)) of raw logits, 0 where excluded."""
+    """The score sigmoid((z - alpha) / (beta - alpha)) of raw logits x; 0 for a masked logit."""
     p = 1.0 / (1.0 + tl.exp2(tl.fma(tl.maximum(x, lowest), -slope, middle)))
     return tl.where(x > float("-inf"), p, 0.0)
 
 
 @triton.jit
 def residual_score(x, y, slope, middle, lowest):
-    """max(p^ - q^, 0) of raw logits x of the target and y of the draft without cancellation; p^ where q^ is 0.
+    """max(p^ - q^, 0) for raw logits x of the target and y of the draft, computed without cancellation; p^ where q^ is
+    0.
 
-    With a, b the arguments of the two sigmoids this is (1 - exp(b - a)) / ((1 + exp(-a)) (1 + exp(b)))."""
+    If a and b are the arguments of the two sigmoids, this is (1 - exp(b - a)) / ((1 + exp(-a)) (1 + exp(b)))."""
     y = floor(y, lowest)
     exp_minus_a = tl.exp2(tl.fma(tl.maximum(x, lowest), -slope, middle))
     exp_b = tl.exp2(tl.fma(y, slope, -middle))
     gap = (x - y) * (slope * LN_2)
-    # Taylor to gap**6: the next term is below 5e-8 of the sum.
+    # A Taylor series up to gap**6. For gap < 0.25 the next term is below 5e-8 of the sum.
     series = 1.0 / 2 - gap * (1.0 / 6 - gap * (1.0 / 24 - gap * (1.0 / 120 - gap * (1.0 / 720))))
     numerator = tl.where(gap < 0.25, gap - gap * gap * series, 1.0 - exp_minus_a * exp_b)
     factor = 1.0 + exp_b
     difference = numerator / tl.fma(exp_minus_a, factor, factor)
-    # The gap of an excluded x is -inf or NaN. Where exp(b) overflows, both scores are 1.
+    # The gap of a masked x is -inf or NaN, which gives 0. If exp(b) overflows, both scores are 1, and their difference
+    # is 0.
     return tl.where((gap > 0) & (exp_b < float("inf")), difference, 0.0)
 
 
@@ -105,7 +112,7 @@ def score_kernel(
     draft_tokens_ptr,  # [B, K]
     accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
-    partial_ptr,  # [B, K+1, num_tiles, 2]; a sampled sequence uses row 0
+    partial_ptr,  # [B, K+1, num_tiles, 2]; a sampled sequence uses only row 0
     num_accepted_ptr,  # [B]
     stride_target_b,
     stride_target_k,
@@ -126,7 +133,7 @@ def score_kernel(
     b = tl.program_id(0).to(tl.int64)
     first_tile = tl.program_id(1) * tiles_per_program
     last_tile = tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)
-    # Inductor passes a Python float as float64, a launch as float32.
+    # Cast, because a Python float arrives as float64 from Inductor and as float32 from a direct launch.
     alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
     lowest = tl.cast(lowest, tl.float32)
     target_ptr += b * stride_target_b
@@ -138,7 +145,8 @@ def score_kernel(
     partial_ptr += b * (num_drafts + 1) * num_tiles * 2
 
     if temperature == 0:
-        # `ptxas` spilled with hoisted addresses for small tiles, and without hoisting for large tiles.
+        # Hoist addresses only for large tiles. `ptxas` spilled registers with hoisting for small tiles, and without it
+        # for large tiles.
         for k in tl.range(0, num_drafts + 1, disable_licm=TILE < 4096):
             r = k + tl.zeros((), tl.int64)
             if r <= num_valid:
@@ -178,7 +186,8 @@ def score_kernel(
                 if n < num_valid:
                     y = load_logits_beside(draft_row_ptr, stride_draft_v, lead, vocab_size, tile, TILE)
                     residual_or_max = tl.sum(residual_score(widen(x), widen(y), slope, middle, lowest_x), 0)
-                # A row with any residual is not drawn from p^.
+                # The sum of p^ is needed only if the residual of this tile is empty: a row with any residual is not
+                # drawn from p^.
                 if residual_or_max == 0:
                     weight_sum = tl.sum(score(widen(x), slope, middle, lowest_x), 0)
             store_pair(partial_ptr + tile * 2, residual_or_max, weight_sum)
@@ -214,7 +223,7 @@ def draw_kernel(
     WALK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    # Inductor passes a Python float as float64, a launch as float32.
+    # Cast, because a Python float arrives as float64 from Inductor and as float32 from a direct launch.
     alpha, inverse_range = tl.cast(alpha, tl.float32), tl.cast(inverse_range, tl.float32)
     lowest = tl.cast(lowest, tl.float32)
     tokens_ptr = draft_tokens_ptr + b * num_drafts
@@ -244,7 +253,8 @@ def draw_kernel(
         shift = tl.maximum(tl.max(row_max, 0), -FLOAT32_MAX)
         residual = tl.where(residual_or_max > 0, residual_or_max, 0.0)
         has_residual = (n < num_valid) & (tl.sum(tl.sum(residual, 1), 0) > 0)
-        # The residual after a rejection; p^ after padding and for an empty residual; softmax for the bonus.
+        # `mass` holds the masses of the tiles. After a rejection it is the residual, and for a bonus token the softmax.
+        # At padding, or if the residual is empty, it is p^.
         bonus = weight_sum * exponential(residual_or_max - shift)
         mass = tl.where(has_residual, residual, tl.where(n == num_drafts, bonus, weight_sum))
         tile, threshold = pick_tile(tl.max(mass, 0), s)
@@ -268,7 +278,8 @@ def draw_kernel(
 
 
 def verify_sigmoid(args: SigmoidArguments, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """Launch `specops::verify_sigmoid`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    """Launch the kernels of `specops::verify_sigmoid`, which has checked the arguments. Tests and benchmarks set
+    `tile`."""
     target, alpha, width = args.target_logits, args.alpha, args.beta - args.alpha
     batch, num_rows, vocab_size = target.shape
     tile = tile or launch.tile_size(vocab_size, batch)

@@ -1,5 +1,7 @@
-"""The first launch of `verify_exact` and `verify_block`, and the values that their kernels share. The kernel computes
-the maximum and the sum of exponentials of each tile of a row, or the argmax for a greedy sequence."""
+"""The first launch of `verify_exact` and `verify_block`, and the kernel arguments that both ops share.
+
+The kernel computes the maximum and the sum of exponentials of each tile of a row. For a greedy sequence it computes the
+maximum and its token."""
 
 from typing import Any
 
@@ -26,7 +28,8 @@ from .tiles import (
 
 @triton.jit
 def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE: tl.constexpr):
-    """Store the partials of a tile of sequence b. `row` counts the K + 1 target rows, then the K draft rows."""
+    """Compute and store the partials of one tile of sequence b. `row` is an index into the K + 1 target rows followed
+    by the K draft rows."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
     draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, _ = draft
     num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
@@ -58,10 +61,10 @@ def stats_kernel(
     draft_ptr,  # [B, K, V]; None: its rows are not read
     draft_tokens_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
-    bounds_ptr,  # [B, num_bounds, 2] of the target rows, then of the draft rows if they are filtered; or None
-    draft_bounds_ptr,  # the same if the draft rows are filtered, else None
+    bounds_ptr,  # [B, num_bounds, 2] bounds of target rows, then of draft rows if they are filtered; or None
+    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
-    count_ptr,  # [B] zeroed
+    count_ptr,  # [B], set to 0
     stride_target_b,
     stride_target_k,
     stride_target_v,
@@ -93,7 +96,7 @@ def stats_kernel(
 
 
 def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
-    """The values that the kernels of `verify_exact` and `verify_block` share, by the names of their parameters."""
+    """The kernel arguments that `verify_exact` and `verify_block` share, by parameter name."""
     target, draft = args.target_logits, args.draft_logits
     batch, num_rows, vocab_size = target.shape
     num_drafts = num_rows - 1
@@ -113,7 +116,8 @@ def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
 
 
 def run_stats(args: VerifyArguments, values: dict[str, Any], first_rows: int | None = None) -> None:
-    """Launch the first kernel of both ops, on all rows or on the `first_rows` of target and draft."""
+    """Launch the first kernel of both ops, for all rows, or only for the first `first_rows` rows of target and
+    draft."""
     batch, num_rows, _ = args.target_logits.shape
     rows = values["rows_per_sequence"]
     sides = 1 if rows == num_rows else 2

@@ -1,4 +1,5 @@
-"""`specops::uniforms` and `specops::step_uniforms` on CUDA: one launch, where torch's operations would take 200."""
+"""`specops::uniforms` and `specops::step_uniforms` on CUDA. They take one launch; the torch operations would take
+200."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from torch import Tensor
 
 from . import launch
 
-# Numbers per program, and warps per program.
+# The number of random numbers that a program computes, and its number of warps.
 LANES, WARPS = 128, 4
 
 
 @triton.jit
 def philox(seed, position, block, stream):
-    """The four words of a block of Philox 4x32-10, counted as in `uniforms.py`."""
+    """The four words of a block of Philox 4x32-10, with the same counter as in `ops/uniforms.py`."""
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     zero = low ^ low
     return tl.philox(seed, zero + block, zero + stream, low, high)
@@ -28,9 +29,9 @@ def numbers_kernel(
     numbers_ptr,  # [B, width]
     size,  # B * width
     width,
-    count,  # columns with numbers of the first stream
+    count,  # the number of columns with numbers of the first stream
     stream_id,
-    last_stream_id,  # the column after them has the first number of this stream
+    last_stream_id,  # the next column has the first number of this stream
     LANES: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -47,7 +48,8 @@ def numbers_kernel(
 
 
 def numbers(seeds: Tensor, positions: Tensor, count: int, stream: int, last_stream: int | None = None) -> Tensor:
-    """[B, count] float32, the numbers of a stream; [B, count + 1] if the first number of another stream follows."""
+    """[B, count] float32, the numbers of a stream. With `last_stream` [B, count + 1]: the first number of that stream
+    follows."""
     batch, width = seeds.shape[0], count if last_stream is None else count + 1
     output = torch.empty(batch, width, dtype=torch.float32, device=seeds.device)
     values = {

@@ -1,4 +1,5 @@
-"""top_k, top_p and min_p on CUDA without sorting: `bounds.py` finds the kept tokens, `logits.py` masks the rest."""
+"""top_k, top_p and min_p on CUDA without sorting. `bounds.py` finds the kept tokens, and `logits.py` masks all
+others."""
 
 from .bounds import filter_bounds
 from .logits import filter_logits

@@ -1,28 +1,31 @@
-"""The bounds of rows of logits under top_k, top_p and min_p, without sorting: docs/math.md has the law, docs/design.md
-the reasons for this search.
+"""Find the bounds of rows of logits under top_k, top_p and min_p, without sorting. docs/math.md defines the filters,
+and docs/design.md explains why the search works this way.
 
 Two numbers describe the kept tokens: the lowest kept logit (`cut`), and the lowest kept id among the tokens with that
-logit (`first_at_cut`). They take 8 bytes a row, and other kernels apply them to their loads. Nothing of size [.., V] is
-written, sorted or converted. Two launches, whatever the filters and the dtype:
-1. `group_kernel`, one program per (row, tile): the maximum of both halves of every 64 adjacent entries, and, if the row
-   has top_p without top_k, the sum of the exponentials of all 64.
-2. `cut_kernel`, one program per row: finds from these a key at or below the cut, and the halves that reach that key. It
-   lists their entries from that key up, and finds the cut in the list by bisection. If they are most of the row, it
-   first guesses from a sample which keys are near the cut; a wrong guess costs a pass over them.
+logit (`first_at_cut`). They take 8 bytes per row, and other kernels mask their loads by them. Nothing of size [.., V]
+is written, sorted or converted. There are two launches for any filters and any dtype:
+1. `group_kernel`, one program per (row, tile): for each group of 64 adjacent entries, it stores the maximum of each
+   half. If the row has top_p without top_k, it also stores the sum of the exponentials of the group.
+2. `cut_kernel`, one program per row: from these numbers it finds a key (a logit as an integer) at or below the cut, and
+   selects the halves whose maximum is at least that key. It lists the entries of these halves that are at least that
+   key, and finds the cut in the list by bisection. If the selected halves are most of the row, it first estimates from
+   a sample which keys are near the cut. A wrong estimate costs another pass over the halves.
 
-Bytes: each row once, V * s, and again the halves that matter, little more than k of them for top_k. In reads of a row
-of 128,256 logits:
+Bytes: each row once, V * s, and then the selected halves again; for top_k these are little more than k halves. The
+total in reads of a row of 128,256 logits:
     top_k = 50, with or without the others  1.01
     top_k = 1000                            1.32
     top_p alone, 0.9 in some 100 tokens     1.01 to 1.04
     top_p alone, 0.9 in thousands           2.1
     min_p alone                             1
-With top_p after a top_k of V / 16 or more it is 4 to 8. Greedy rows, rows whose filters are off, and rows without a
-distribution (a negative or NaN temperature, a NaN top_p or min_p) are not read.
-Scratch: per group of 64 entries 2 s + 8 bytes, + 4 with top_p, and 4 s + 16 for the list: 31 % of bfloat16 rows.
-Of this, groups write 3.1 % of such a row, 6.2 % with top_p, which is read once.
-Lists write only the entries they have.
-Sums are taken in a fixed order, without atomics: bitwise repeatable.
+With top_p after a top_k of V / 16 or more, the total is 4 to 8. These are not read: greedy rows, rows whose filters are
+off, and rows without a distribution (a negative or NaN temperature, or a NaN top_p or min_p).
+
+Scratch for each group of 64 entries: 2 s + 8 bytes, 4 more with top_p, and 4 s + 16 for the list. That is 31 % of the
+size of bfloat16 rows. The first kernel writes 3.1 % of the size of such a row (6.2 % with top_p), which the second
+reads once. Of the lists, only the used entries are written.
+
+Sums are taken in a fixed order and without atomics, so results are bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ from .. import launch
 from .groups import group_kernel
 from .search import cut_kernel
 
-# Adjacent entries of a row that are searched as one group, and its parts, each of which is read again or skipped as a
-# whole: 32 entries of a 16-bit type are two sectors of memory.
+# A group has this many adjacent entries of a row, and this many parts. The second kernel reads or skips a part as a
+# whole; 32 entries of a 16-bit type are two sectors of memory.
 GROUP = 64
 PARTS = 2
-# The list of a row has room for this many entries per group of the row.
+# The list of a row has room for ROOM * (number of groups of the row) entries.
 ROOM = 4
-# A program has 8 warps up to this many groups. With 8 warps for more groups or for single entries, or with 4 warps,
-# ptxas spills.
+# Rows of up to this many groups use 8 warps. With 8 warps for longer or strided rows, or with 4 warps, ptxas spills
+# registers.
 FEW_GROUPS = 2048
 
 
@@ -51,15 +54,16 @@ def cut_warps(block_g: int, is_contiguous: bool) -> int:
 
 
 def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
-    """Bounds [B, R, 2] float32 of the rows of logits [B, R, V] under filters [B]: the cut, and the first id kept at it
-    as the bits of a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], the draft's rows last."""
+    """The bounds [B, R, 2] float32 of logits [B, R, V] under filters [B]: the cut, and the lowest kept id at the cut,
+    whose bits are stored as a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], and the draft's rows
+    come last."""
     batch, num_rows, _ = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
     draft = draft_logits if num_drafts > 0 else None
     if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
-        # One launch handles only one dtype and stride.
+        # Search the draft's rows in a separate launch, because one launch handles only one dtype and stride.
         _search(draft, None, filters, bounds, num_rows, tile)
         draft = None
     _search(logits, draft, filters, bounds, 0, tile)
@@ -69,14 +73,14 @@ def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None 
 def _search(
     logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int
 ) -> None:
-    """Write the bounds of the rows of both tensors, in each sequence from row `first_row` on."""
+    """Write the bounds of the rows of both tensors to `bounds`, in each sequence from row `first_row` on."""
     batch, num_rows, vocab_size = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     rows = batch * (num_rows + num_drafts)
     num_tiles = launch.num_tiles(logits, tile)
     group = min(GROUP, tile // 4)
     num_groups = num_tiles * (tile // group)
-    # A part is at least 16 bytes.
+    # A part has at least 8 entries, which are 16 bytes of a 16-bit type.
     part = max(group // PARTS, 8)
     num_parts = num_tiles * (tile // part)
     room = ROOM * num_groups

@@ -1,4 +1,4 @@
-"""Makes and searches the list of a row's candidates: entries that may be at the cut or above it."""
+"""Build and search the list of a row's candidates: the entries that may be at the cut or above it."""
 
 import triton
 import triton.language as tl
@@ -7,19 +7,20 @@ from ..tiles import INT32_MAX, widen
 from .groups import total, weigh
 from .keys import average, key_value
 
-# Entries of the row that a program reads at once, and entries of its list.
+# The number of entries that a program reads from the row at a time, and from the list.
 CHUNK = tl.constexpr(2048)
 SEARCHED = tl.constexpr(1024)
 
 
 @triton.jit
 def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
-    """Append the chosen [N, WIDTH] of the numbers first [N] + 0 .. WIDTH - 1 to a list of `count` entries, as long as
-    there is room; numbers for negative places are dropped too. Returns the new count."""
+    """Append numbers to a list of `count` entries. Row i stands for the numbers first[i] .. first[i] + WIDTH - 1, of
+    which those with chosen[i, j] are appended. Numbers beyond the room of the list or at negative places are dropped.
+    Returns the new count."""
     chosen = chosen.to(tl.int32)
     own = tl.sum(chosen, 1)
     slot = count + tl.cumsum(own, 0) - own
-    # Only the scan over N is costly, so columns use bits instead of a scan.
+    # Scan only over N, because scans are slow. Within a row, use bits to count the chosen columns.
     bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
     for column in range(WIDTH):
         bit = (bits >> column) & 1
@@ -30,7 +31,7 @@ def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
 
 @triton.jit
 def amounts(x, is_mass, scaling):
-    """The amounts of entries: their weights for top-p, else 1."""
+    """The amount that each entry counts as: its weight for top-p, else 1."""
     amount = tl.full(x.shape, 1.0, tl.float32)
     if is_mass:
         amount = weigh(x, scaling)
@@ -39,9 +40,10 @@ def amounts(x, is_mass, scaling):
 
 @triton.jit
 def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
-    """List the entries of keys low .. high - 1 in the order of tokens, without the first `skipped`, as long as there is
-    room. Returns their number including those, and, if `summed`, their amount and the amount above them. Reads only one
-    in `every` pieces."""
+    """List the entries with keys low .. high - 1 in the order of token ids, without the first `skipped` of them, as
+    long as there is room. Returns the number of entries with these keys, including those not listed. If `summed`, it
+    also returns their total amount and the total amount of entries with higher keys. Reads only one in `every` pieces
+    of the row."""
     part_ptr, shift, num_pieces = parts
     row_ptr, stride_v, lead, vocab_size = row
     token_ptr, value_ptr, room = held
@@ -51,21 +53,21 @@ def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scalin
     count = -skipped
     inside = tl.full((), 0.0, tl.float64)
     above = tl.full((), 0.0, tl.float64)
-    # 16 bytes.
+    # A piece is 16 bytes.
     PIECE: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     PIECES: tl.constexpr = CHUNK // PIECE
     for start in range(0, tl.cdiv(num_pieces, every), PIECES):
         i = (start + tl.arange(0, PIECES)) * every
         listed = i < num_pieces
         part = tl.load(part_ptr + (i >> shift), mask=listed, other=0)
-        # Counted from the row's boundary.
+        # `place` is counted from the 16-byte boundary at or before the row.
         place = ((part << shift) + (i & ((1 << shift) - 1))) * PIECE
         position = place[:, None] + tl.arange(0, PIECE)[None, :]
         if stride_v is None:
             base = tl.multiple_of(row_ptr - lead, 16)
             whole = (listed & (place >= lead) & (place + PIECE <= end_of_row))[:, None]
             raw = tl.load(base + position, mask=whole, other=float("-inf"))
-            # Parts are in the order of tokens.
+            # Parts are in the order of token ids, so if a part of this chunk reaches beyond the row, the last one does.
             last = tl.load(part_ptr + (tl.minimum(every * (start + PIECES - 1), num_pieces - 1) >> shift))
             if ((start == 0) & (lead > 0)) | (((last + 1) << shift) * PIECE > end_of_row):
                 split = listed[:, None] & (whole == 0) & (position >= lead) & (position < end_of_row)
@@ -95,7 +97,8 @@ def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scalin
 
 @triton.jit
 def amount_from(key, held, count, is_mass, scaling):
-    """The amount at a key and above it, in a list of `count` entries (or of those that it has room for)."""
+    """The total amount of the listed entries with at least this key. The list has `count` entries, or as many as
+    fit."""
     _, value_ptr, room = held
     lowest = key_value(key, value_ptr.dtype.element_ty)
     amount = tl.zeros((SEARCHED,), tl.float32)
@@ -109,7 +112,8 @@ def amount_from(key, held, count, is_mass, scaling):
 
 @triton.jit
 def bisect_cut(low, high, wanted, held, count, is_mass, scaling):
-    """The highest key of low .. high - 1 with at least the wanted amount at it and above; low if there is none."""
+    """The highest key in low .. high - 1 for which the entries with at least this key have the wanted amount; low if
+    there is none."""
     middle = average(low, high)
     while middle > low:
         reached = amount_from(middle, held, count, is_mass, scaling) >= wanted
@@ -121,7 +125,7 @@ def bisect_cut(low, high, wanted, held, count, is_mass, scaling):
 
 @triton.jit
 def first_kept_tie(cut, skipped, held, count):
-    """The token of the first entry of key `cut` after `skipped` others."""
+    """The token id of the first entry with key `cut` after `skipped` other entries with this key."""
     token_ptr, value_ptr, _ = held
     value = key_value(cut, value_ptr.dtype.element_ty)
     first = INT32_MAX

@@ -1,4 +1,5 @@
-"""The first kernel of the search, which reduces groups of entries, and functions of the second that use the results."""
+"""The first kernel of the search, which reduces groups of entries, and functions that read its results in the second
+kernel."""
 
 import triton
 import triton.language as tl
@@ -16,13 +17,13 @@ from ..tiles import (
 )
 from .keys import average, key_value, lowest_key
 
-# Above this, a scaled logit may have been clamped.
+# A scaled logit above this number may have been clamped.
 LARGEST_UNCLAMPED = tl.constexpr(2.0**100)
 
 
 @triton.jit
 def load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
-    """top_k (0 = off), top_p (1 = off) and min_p (0 = off) of a sequence."""
+    """The top_k (0 = off), top_p (1 = off) and min_p (0 = off) of a sequence."""
     top_k = 0
     if top_k_ptr is not None:
         k = tl.load(top_k_ptr + b)
@@ -38,20 +39,21 @@ def load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size):
 
 @triton.jit
 def is_lawful(temperature, top_p, min_p):
-    """True if the row has a distribution, so that it keeps a token. Greedy rows ignore top_p and min_p."""
+    """True if the row has a distribution, and therefore keeps at least one token. Greedy rows ignore top_p and
+    min_p."""
     return (temperature == 0) | ((temperature > 0) & (top_p == top_p) & (min_p == min_p))
 
 
 @triton.jit
 def is_filtered(temperature, top_k, top_p, min_p):
-    """True if the row must be read."""
+    """True if a filter may remove tokens, so that the row must be read."""
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     return is_lawful(temperature, top_p, min_p) & (temperature > 0) & filtered
 
 
 @triton.jit
 def find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k):
-    """Row r of a sequence. The draft's rows come after the others."""
+    """A pointer to row r of a sequence. The draft's rows come after the rows of `logits`."""
     row_ptr = logits_ptr + b * stride_b + r * stride_r
     if draft_ptr is not None:
         if r >= num_rows:
@@ -61,12 +63,12 @@ def find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_d
 
 @triton.jit
 def group_sums(x, inverse_t):
-    """Raw logits [G, GROUP] -> the sums of exponentials relative to the maximum of each group. The weight of the
-    maximum is exactly 1, so that groups of equal logits have equal sums."""
+    """Raw logits [G, GROUP] -> for each group the sum of exp(z - the group's maximum). The weight of the maximum is
+    exactly 1, so that groups of equal logits have equal sums."""
     top = tl.max(x, 1)
     shift = tl.maximum(top, -FLOAT32_MAX)[:, None]
     total = tl.sum(tl.exp2((x - shift) * (inverse_t * LOG2_E)), 1)
-    # Only a tile with NaN or values near the limits of float32 is scaled entry by entry.
+    # Scale entry by entry only if the tile has NaN or values near the limits of float32.
     highest = tl.max(tl.abs(tl.where(top > float("-inf"), top, 0.0)), 0) * inverse_t
     if ((highest <= LARGEST_UNCLAMPED) & (tl.min((total >= 0).to(tl.int32), 0) > 0)) == 0:
         z = scale(x, inverse_t)
@@ -118,7 +120,7 @@ def group_kernel(
 
 @triton.jit
 def weigh(x, scaling):
-    """The weights of raw logits."""
+    """The weights exp(z - maximum) of raw logits."""
     z_max, inverse_t = scaling
     return exponential(scale(x, inverse_t) - z_max)
 
@@ -130,8 +132,9 @@ def total(x):
 
 @triton.jit
 def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """An upper bound of the amount below the key `bound`: all of a group whose maximum is below, and of any other group
-    all but its maximum, at most GROUP - 1 entries of that key."""
+    """An upper bound of the total amount of entries below the key `bound`. A group whose maximum is below counts
+    completely. In any other group, at most GROUP - 1 entries are below; their amount is at most that of the group
+    without its maximum, and at most GROUP - 1 times the weight of the key."""
     top, amount, rest = groups
     x = key_value(bound, DTYPE)
     return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
@@ -139,8 +142,9 @@ def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """A key at or below the cut: of the keys from the least to the highest maximum of a group, the last that leaves out
-    at most the allowed amount, to the 8 bits of bfloat16; the lowest key of all if each leaves out more."""
+    """A key at or below the cut. Of the keys from the smallest to the largest maximum of a group, it is the highest for
+    which the entries below have at most the allowed amount. It is rounded down to the 8 significant bits of bfloat16.
+    If there is no such key, it is the lowest key of all."""
     STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
     low = lowest_key(DTYPE)
     if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:

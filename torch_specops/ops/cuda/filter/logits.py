@@ -1,7 +1,7 @@
-"""`specops::filter_logits` on CUDA: a copy of the logits with removed tokens as -inf.
+"""`specops::filter_logits` on CUDA: a copy of the logits with -inf for removed tokens.
 
-Bytes: V * s read and V * s written per row, on top of the search (`bounds.py`). One launch more than the search:
-`mask_kernel`, one program per (row, tile).
+In addition to the search (`bounds.py`), V * s bytes are read and V * s bytes are written per row. There is one launch
+more: `mask_kernel`, one program per (row, tile).
 """
 
 import torch
@@ -17,7 +17,8 @@ from .bounds import filter_bounds
 
 @triton.jit
 def store_aligned(row_ptr, x, lead, vocab_size, tile, TILE: tl.constexpr):
-    """The counterpart of `load_aligned`: whole 16-byte chunks at once, the row's two ends entry by entry."""
+    """Store a tile of a row: whole 16-byte chunks at once, and the two ends of the row entry by entry, as
+    `load_aligned` loads it."""
     VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     base = tl.multiple_of(row_ptr - lead, 16)
     position = tile * TILE + tl.arange(0, TILE)
@@ -43,8 +44,8 @@ def mask_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     output_row_ptr = output_ptr + row * vocab_size
-    # Tiles are counted from the boundary of the output row. Unless the input was sliced, its rows have the same
-    # alignment.
+    # Count tiles from the boundary of the output row. The input's rows have the same alignment, unless the input is a
+    # slice.
     lead = row_lead(output_row_ptr, None)
     x = load_logits_beside(logits_ptr + row * stride_n, stride_v, lead, vocab_size, tile, TILE)
     kept = within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, row).to(x.dtype)
@@ -52,7 +53,8 @@ def mask_kernel(
 
 
 def filter_logits(logits: Tensor, filters: Filters, *, tile: int | None = None) -> Tensor:
-    """Launch `specops::filter_logits`, which has checked its arguments. Tests and benchmarks choose the tile."""
+    """Launch the kernels of `specops::filter_logits`, which has checked the arguments. Tests and benchmarks set
+    `tile`."""
     num_rows, vocab_size = logits.shape
     output = torch.empty(num_rows, vocab_size, dtype=logits.dtype, device=logits.device)
     tile = tile or launch.tile_size(vocab_size, num_rows)

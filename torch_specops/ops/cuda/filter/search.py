@@ -1,13 +1,14 @@
-"""The search for a row's bounds (`bounds.py`), in keys (`keys.py`).
+"""The second kernel of the search for a row's bounds (`bounds.py`). It searches in keys (`keys.py`).
 
-`group_kernel` reduces groups of entries (`groups.py`). From the results `cut_kernel` finds the cut:
-1. `lowest_candidate` bisects keys by the groups' maxima, for top-p by their sums too. The cut lies at the key that it
-   finds or above, and parts of groups whose maximum is below are not looked at again.
-2. `collect` writes down which tokens lie at that key or above (`candidates.py`). If there is not room for all,
-   `find_window` narrows the keys: to those that are likely by a sample (`likely_keys`), or by half.
-3. `bisect_cut` bisects the keys that are left, by the entries of the list: for top-k, then top-p of the kept tokens.
-4. Tokens at the cut stay in the order of descending id, as many as top-p needs (`first_kept_tie`).
-5. `lowest_likely` is the cut of min-p. The higher cut holds.
+`group_kernel` reduces groups of entries (`groups.py`). `cut_kernel` uses the results to find the cut:
+1. `lowest_candidate` bisects the keys with the maxima of groups, and for top-p also with their sums. The cut is at the
+   key that it finds, or above. Parts of groups whose maximum is below this key are not read again.
+2. `collect` lists the tokens at that key or above (`candidates.py`). If the list has not enough room, `find_window`
+   narrows the range of keys: to those that a sample shows to be likely (`likely_keys`), or by half.
+3. `bisect_cut` bisects the remaining keys with the entries of the list: first for top-k, then for top-p of the tokens
+   that top-k kept.
+4. Of the tokens at the cut, those with the highest ids are kept, as many as top-p needs (`first_kept_tie`).
+5. `lowest_likely` is the cut of min-p. The higher of both cuts is used.
 """
 
 import triton
@@ -19,11 +20,11 @@ from .candidates import amount_from, bisect_cut, collect, first_kept_tie, write_
 from .groups import find_row, is_filtered, is_lawful, lowest_candidate, total, weigh
 from .keys import average, key_value, lowest_key, order_key
 
-# A mass has reached top_p at this share of it, so that rounding top_p to float32 adds no token.
+# A mass counts as top_p if it reaches this share of it, so that rounding top_p to float32 does not add a token.
 TOP_P_REACHED = tl.constexpr(1.0 - 2.0**-24)
-# The factor of the mass that groups may leave out, so that the rounding of sums cannot leave out too much.
+# The mass that top-p may remove is multiplied by this factor, so that rounding errors of sums cannot remove too much.
 SAFE_SHARE = tl.constexpr(1.0 - 2.0**-10)
-# Entries in the sample from which a program guesses the cut.
+# The number of entries in the sample from which a program estimates the cut.
 SAMPLE = tl.constexpr(4096)
 # The phases of the search: find the top-k cut, find the top-p cut, choose which tokens tied at the top-p cut are kept.
 TOP_K, TOP_P, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -31,8 +32,8 @@ TOP_K, TOP_P, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
-    """The part of keys low .. high - 1 around the key where a sample of one in `every` entries reaches the expected
-    amount, with so few keys that their entries should fill three quarters of the room."""
+    """Narrow the keys low .. high - 1 to a range around the key at which a sample of one in `every` entries reaches the
+    expected amount. The range is chosen so that its entries are expected to fill three quarters of the list."""
     _, _, room = held
     margin = room * 3 // 8 // every
     if amount_from(low, held, count, False, scaling) > 2 * margin:
@@ -40,7 +41,7 @@ def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
         rank = amount_from(cut, held, count, False, scaling)
         high = bisect_cut(cut, high, rank - margin, held, count, False, scaling) + 1
         low = bisect_cut(low, cut + 1, rank + margin, held, count, False, scaling)
-        # Many keys may tie.
+        # If too many entries have keys in the range, because many are equal, use a single key.
         num_between = amount_from(low, held, count, False, scaling) - amount_from(high, held, count, False, scaling)
         too_many = num_between > room // every
         low = tl.where(too_many, cut, low)
@@ -50,17 +51,18 @@ def likely_keys(low, high, expected, every, held, count, is_mass, scaling):
 
 @triton.jit
 def mass_wanted(top_p, mass):
-    """The part of `mass` that top_p keeps."""
+    """The mass that top_p must keep, out of the total `mass`."""
     return tl.maximum(tl.cast(top_p, tl.float64) * TOP_P_REACHED * mass, FLOAT32_TINY)
 
 
 @triton.jit
 def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling):
-    """Narrow keys lo .. hi - 1 down to keys whose entries fit the list, or to one key, which may have more. They
-    include the cut: the highest key with at least the wanted amount at it and above (k entries, or a part of `mass`,
-    the mass of the parts). If `wanted` is negative, top_p of the mass of these keys is wanted.
+    """Narrow keys lo .. hi - 1 to a range that includes the cut and whose entries fit the list, or to a single key,
+    which may have more entries. The cut is the highest key for which the entries with at least this key have the wanted
+    amount: k entries, or a part of `mass`, the total mass of the parts. If `wanted` is negative, the wanted amount is
+    the share top_p of the mass of these keys.
 
-    Returns the keys, the amount above them, the number of their entries, and the wanted amount."""
+    Returns the range of keys, the amount above it, the number of its entries, and the wanted amount."""
     row_ptr, _, _, _ = row
     _, _, num_pieces = parts
     _, _, room = held
@@ -68,7 +70,8 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
     above = 0.0
     low, high, every, count = lo, hi, 1, 0
     num_entries = num_pieces * (128 // DTYPE.primitive_bitwidth)
-    # Only entries >= lo matter; if they are a minority of the row, the list likely has room.
+    # Take a sample first only if most of the row may be >= lo. Otherwise the list probably has room for all entries >=
+    # lo.
     if (num_entries > 8 * room) & (wanted >= 0):
         every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
         low = tl.where(is_mass, lowest_key(DTYPE), lo)
@@ -80,7 +83,8 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
         if every > 1:
             expected = wanted / every
             if is_mass:
-                # Sample the mass below the cut: it is spread over many entries, so its estimate is more accurate.
+                # Estimate the mass below the cut, because it is spread over many entries. A sample estimates it more
+                # accurately than the mass above the cut.
                 expected = inside - (mass - wanted) / every
             low, high = likely_keys(lo, hi, expected, every, held, count, is_mass, scaling)
             every = 1
@@ -93,14 +97,15 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
             else:
                 lo, hi, above = low, high, higher.to(tl.float32)
                 searching = ((count > room) & (average(lo, hi) > lo)).to(tl.int32)
-            # After a wrong guess, halve the keys instead.
+            # After a wrong estimate, halve the range of keys instead.
             low, high = average(lo, hi), hi
     return lo, hi, above, count, wanted
 
 
 @triton.jit
 def count_left_out(cut, above, wanted, held, count, scaling):
-    """The number of tokens at the cut that top-p leaves out: it keeps those that begin below the wanted mass."""
+    """The number of tokens at the cut that top-p removes. A token at the cut is kept if the mass before it is below the
+    wanted mass."""
     _, value_ptr, room = held
     above += amount_from(cut + 1, held, count, True, scaling)
     num_ties = amount_from(cut, held, count, False, scaling)
@@ -114,7 +119,8 @@ def count_left_out(cut, above, wanted, held, count, scaling):
 
 @triton.jit
 def lowest_likely(low, high, min_p, scaling, DTYPE: tl.constexpr):
-    """The first key of low .. high whose scaled logit is at least z_max + log(min_p). Scaling keeps the order."""
+    """The first key in low .. high whose scaled logit is at least z_max + log(min_p). Bisection is possible because
+    scaling keeps the order."""
     z_max, inverse_t = scaling
     gap = tl.log(tl.minimum(min_p, 1.0))
     while low < high:
@@ -135,9 +141,9 @@ def cut_kernel(
     min_p_ptr,  # [B] or None
     top_ptr,  # [B, R + K, num_groups * GROUP / PART]
     sum_ptr,  # [B, R + K, num_groups] or None
-    part_ptr,  # [B, R + K, num_groups * GROUP / PART] numbers of the parts that matter
-    token_ptr,  # [B, R + K, room] tokens of the entries that may be the cut
-    value_ptr,  # [B, R + K, room] and their logits
+    part_ptr,  # [B, R + K, num_groups * GROUP / PART] indices of the parts to read again
+    token_ptr,  # [B, R + K, room] token ids of the entries that may be the cut
+    value_ptr,  # [B, R + K, room] logits of these entries
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
     stride_b,
     stride_r,
@@ -159,8 +165,8 @@ def cut_kernel(
     b = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1).to(tl.int64)
     program = b * (num_rows + num_drafts) + r
-    # Torch analyses which tensors a kernel writes, but not inside functions: the result of a function counts as the
-    # pointer that it was given. So all values that decide where the lists are written are loaded here.
+    # Load here all values that determine where the lists are written. torch analyses which tensors a kernel writes, but
+    # not inside functions: it treats the result of a function as the pointer that the function was given.
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + b)
@@ -176,7 +182,7 @@ def cut_kernel(
     first_at_cut = tl.where(lawful, 0, INT32_MAX)
     if is_filtered(temperature, top_k, top_p, min_p):
         DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-        # The number of groups is a multiple of four, so four are loaded at once.
+        # Load four groups at once, because the number of groups is a multiple of four.
         first_group = tl.arange(0, BLOCK_G // 4) * 4
         group = first_group[:, None] + tl.arange(0, 4)[None, :]
         is_group = (first_group < num_groups)[:, None]
@@ -192,7 +198,8 @@ def cut_kernel(
         highest = order_key(x_max.to(DTYPE))
         lo = lowest_key(DTYPE)
         if ((top_k > 0) | (top_p < 1)) & (x_max > float("-inf")):
-            # Top-k may leave out all but k groups, top-p the mass that it removes.
+            # `allowed` limits what may be below the candidate key: for top-k all groups except k, for top-p the mass
+            # that it removes.
             amount = tl.where(finite, 1.0, 0.0)
             rest = tl.zeros(top.shape, tl.float32)
             allowed = total(amount) - top_k
@@ -211,7 +218,7 @@ def cut_kernel(
             lo = lowest_candidate(least, highest, allowed, (top, amount, rest), scaling, DTYPE, GROUP)
             listed = finite & (top >= key_value(lo, DTYPE))
             mass = total(tl.where(listed, amount, 0.0))
-            # Reload them, so that they take no registers during the search.
+            # Load these values again, so that they occupy no registers during the search.
             part_top = widen(tl.load(top_ptr + part, mask=is_group, other=float("-inf")))
             matters = (part_top > float("-inf")) & (part_top >= key_value(lo, DTYPE))
             part_ptr += program * num_groups * PARTS
@@ -223,18 +230,19 @@ def cut_kernel(
                 logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k
             )
             row = (row_ptr, stride_v, row_lead(row_ptr, stride_v), vocab_size)
-            # Symbolic sizes have 64 bits.
+            # Cast, because symbolic sizes are passed as 64-bit integers.
             places = tl.cast(room, tl.int32)
             held = (token_ptr + program * room, value_ptr + program * room, places)
             hi = highest + 1
             count = places + 1
             skipped = 0
-            # A loop, so that the code of the two searches exists once; and because torch's analysis (see above) ignores
-            # values of the previous iteration, while it would take the result of a function for a pointer.
+            # Use a loop for the two searches, so that their code is generated only once. A function would not do:
+            # torch's analysis (see above) would treat its result as a pointer, but it ignores values from the previous
+            # iteration of a loop.
             for phase in range(3):
                 is_mass = phase == TOP_P
                 if phase == TIES:
-                    # The ties of highest id are kept.
+                    # Of tied tokens, keep those with the highest ids.
                     if skipped > 0:
                         if count > places:
                             collect(lo, lo + 1, 1, skipped, False, parts, row, held, True, scaling)
@@ -244,11 +252,12 @@ def cut_kernel(
                     wanted = tl.where(is_mass, wanted_mass, top_k.to(tl.float64))
                     above = 0.0
                     if hi <= highest:
-                        # The list ends below the highest key.
+                        # The search for top-k may have narrowed the list to keys below the highest one, so build the
+                        # list again.
                         hi = highest + 1
                         count = places + 1
                     if is_mass & (top_k > 0):
-                        # Take top-p among the tokens that top-k kept.
+                        # Apply top-p to the tokens that top-k kept.
                         wanted = tl.full((), -1.0, tl.float64)
                         if count <= places:
                             kept = amount_from(lo, held, count, True, scaling)
@@ -262,7 +271,7 @@ def cut_kernel(
                         skipped = count_left_out(lo, above, wanted, held, count, scaling)
         if min_p_ptr is not None:
             if DTYPE.primitive_bitwidth == 32:
-                # Reload it: on sm_80 ptxas would spill to hold it during the search.
+                # Load min_p again, because on sm_80 ptxas would spill registers to hold it during the search.
                 min_p = tl.load(min_p_ptr + b)
             if min_p > 0:
                 likely = lowest_likely(lo, highest, min_p, scaling, DTYPE)
