@@ -119,15 +119,16 @@ def test_rows_that_are_filled_again(tmp_path: Path) -> None:
         check_drafts(raw, draft, [99, 99])
 
 
-def test_the_likeliest_drafts_follow_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "confidence"), [("rnn", 0.3), ("DFlash", 0.0)])
+def test_the_likeliest_drafts_follow_each_other(variant: str, confidence: float, tmp_path: Path) -> None:
     """Each is the likeliest token after the drafts before it and their penalties, until the confidence is too low."""
-    raw, target = VARIANTS["rnn"], shared_tiny("llama")
+    raw, target = VARIANTS[variant], shared_tiny("llama")
     weights = new_weights(raw)
     for penalty in (1.0, 1.3):
-        draft = recorder(raw, tmp_path, sampled=False, confidence=0.3)
+        draft = recorder(raw, tmp_path, sampled=False, confidence=confidence)
         sampling = SamplingParams(temperature=0.0, repetition_penalty=penalty)
         assert draft.deterministic
-        output = decode(draft, BLOCK, sampling=sampling)
+        output = decode(draft, 4, sampling=sampling)
         assert new_tokens(output) == new_tokens(decode(None, 0, sampling=sampling))
         for tokens, lengths, proposed in draft.seen:
             assert proposed.logits is None
@@ -219,7 +220,7 @@ class Unconditional(DFlash):
 
 
 class Confident(DFlash):
-    """Drops a draft for its own confidence, not for what was known before it."""
+    """Drops a draft that was improbable, which depends on the draft itself."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
@@ -382,8 +383,8 @@ def test_fields_that_layouts_give_differently() -> None:
     writes them."""
     fields = {"markov_rank": 8, "markov_head_type": "gated", "confidence_head_alpha": 1.0, "projector_type": "dspark"}
     fields |= {"attention_mode": "gqa", "mask_token_id": MASK, "target_layer_ids": [-1, 1]}
-    own = {name: value for name, value in DEEPSPEC.items() if name not in fields and "confidence" not in name}
-    forge = own | {"architectures": ["DSparkDraftModel"], "dflash_config": fields, "sliding_window": 4}
+    others = {name: value for name, value in DEEPSPEC.items() if name not in fields and "confidence" not in name}
+    forge = others | {"architectures": ["DSparkDraftModel"], "dflash_config": fields, "sliding_window": 4}
     forge |= {"layer_types": ["full_attention", "sliding_attention"]}
     config = read_drafter_config(forge)
     assert config == read_drafter_config(forge | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8})

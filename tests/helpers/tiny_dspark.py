@@ -83,10 +83,10 @@ def saved(raw: dict[str, Any], folder: Path, weights: Mapping[str, Tensor] | Non
 
 def is_seen(raw: dict[str, Any], layer: int, query: Tensor, key: Tensor) -> Tensor:
     """Which keys a query sees, by their places, as the mask of speculators says."""
-    own, newest = raw["transformer_layer_config"], query.min()
-    if own.get("layer_types", ["full_attention"] * 9)[layer] == "full_attention":
+    layers, newest = raw["transformer_layer_config"], query.min()
+    if layers.get("layer_types", ["full_attention"] * 9)[layer] == "full_attention":
         return torch.ones_like(query - key, dtype=torch.bool)
-    in_text = (key < newest) & (key >= newest - own["sliding_window"])
+    in_text = (key < newest) & (key >= newest - layers["sliding_window"])
     return in_text | (key >= newest) & ((key <= query) | bool(raw.get("sliding_window_non_causal")))
 
 
@@ -105,27 +105,27 @@ def plain_drafts(
     features = torch.cat([states[each][0, :-1] for each in ids], -1)
     hidden = block_states(layer, weights, features, embedded, *seen)
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
-    own = {name.partition(".")[2]: weight for name, weight in weights.items()}
+    heads = {name.partition(".")[2]: weight for name, weight in weights.items()}
     # Where the newest token gives no draft, it still moves the state.
     first = 0 if raw.get("sample_from_anchor", raw.get("speculators_model_type") != "dflash") else 1
     state, previous = torch.zeros(RANK, dtype=torch.float64), [text[-1]] * (first + 1) + list(drafts[:-1])
     logits, confidences = [], []
     for read, token in zip(hidden, previous, strict=False):
         found = head @ read
-        if "markov_w1.weight" in own:
-            z = embedded = own["markov_w1.weight"][token]
-            if "gate_proj.bias" in own:
-                gate = own["gate_proj.weight"] @ torch.cat([read, embedded]) + own["gate_proj.bias"]
+        if "markov_w1.weight" in heads:
+            z = embedded = heads["markov_w1.weight"][token]
+            if "gate_proj.bias" in heads:
+                gate = heads["gate_proj.weight"] @ torch.cat([read, embedded]) + heads["gate_proj.bias"]
                 z = torch.sigmoid(gate) * embedded
-            if "joint_proj.bias" in own:
-                joint = own["joint_proj.weight"] @ torch.cat([state, embedded, read]) + own["joint_proj.bias"]
+            if "joint_proj.bias" in heads:
+                joint = heads["joint_proj.weight"] @ torch.cat([state, embedded, read]) + heads["joint_proj.bias"]
                 gate, candidate, output = joint.split(RANK)
                 state = torch.sigmoid(gate) * state + torch.sigmoid(-gate) * torch.tanh(candidate)
                 z = torch.tanh(output)
-            found = found + own["markov_w2.weight"] @ z
+            found = found + heads["markov_w2.weight"] @ z
             read = torch.cat([read, embedded]) if raw["confidence_head_with_markov"] else read
-        if "proj.bias" in own:
-            confidences.append(torch.sigmoid(own["proj.weight"] @ read + own["proj.bias"]))
+        if "proj.bias" in heads:
+            confidences.append(torch.sigmoid(heads["proj.weight"] @ read + heads["proj.bias"]))
         if "d2t" in weights:
             tokens = torch.arange(len(found)) + weights["d2t"]
             found = torch.full((VOCAB,), -torch.inf, dtype=found.dtype).scatter(0, tokens, found)

@@ -187,9 +187,9 @@ class DFlash(PublishedDraft):
         return capped, hidden, state
 
     def _embeddings(self, target: FeatureModel) -> Tensor:
-        """Those [V, H] of the drafter, otherwise the target's."""
-        own = self.head.embed_tokens
-        return target.embeddings if own is None else own.weight
+        """The drafter's [V, H] if it has them, otherwise the target's."""
+        embed_tokens = self.head.embed_tokens
+        return target.embeddings if embed_tokens is None else embed_tokens.weight
 
     def _layer_attention(self, index: int, places: Tensor) -> Attention:
         """The attention of a layer over the sequence and the block at positions `places` [B, n]."""

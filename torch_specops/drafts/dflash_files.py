@@ -103,17 +103,17 @@ def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
     """The layouts of z-lab, transformers, DeepSpec and SpecForge."""
     is_muse = raw.get("model_type") == MUSE
     known = DSPARK_FIELDS if is_dspark else FIELDS
-    own = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", known)
+    fields = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", known)
     # `target_layer_ids` counts layer outputs; `eagle_aux_hidden_state_layer_ids`, which vLLM reads first, counts
     # inputs.
-    feature_layers = [each + 1 for each in layer_ids(own, "target_layer_ids", least=-1 if is_dspark else 0)]
+    feature_layers = [each + 1 for each in layer_ids(fields, "target_layer_ids", least=-1 if is_dspark else 0)]
     check_known(
         ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
         ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"), (None, feature_layers)),
         ("num_aux_hidden_states", raw.get("num_aux_hidden_states"), (None, len(feature_layers))),
         ("draft_vocab_size", raw.get("draft_vocab_size"), (None, raw.get("vocab_size"))),
         ("is_causal", raw.get("is_causal"), (None, True, False)),
-        ("projector_type", own.get("projector_type"), (None, "dspark" if is_dspark else "dflash")),
+        ("projector_type", fields.get("projector_type"), (None, "dspark" if is_dspark else "dflash")),
         ("sample_from_anchor", raw.get("sample_from_anchor"), (None, is_dspark)),
     )
 
@@ -126,16 +126,16 @@ def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
 
     return _config(
         raw,
-        own,
+        fields,
         sees,
         feature_layers,
         # SpecForge's configs may name the weight of the confidence loss instead.
-        **(_dspark_heads(own, bool(own.get("confidence_head_alpha")), reads_markov=False) if is_dspark else {}),
+        **(_dspark_heads(fields, bool(fields.get("confidence_head_alpha")), reads_markov=False) if is_dspark else {}),
         first_place=0 if is_dspark else 1,
         num_target_layers=raw.get("num_target_layers"),
-        embedding_scale=number_of(own, "input_embedding_scale", 1.0),
-        output_multiplier=number_of(own, "output_multiplier", 1.0),
-        softcap=number_of(own, "final_logit_softcapping"),
+        embedding_scale=number_of(fields, "input_embedding_scale", 1.0),
+        output_multiplier=number_of(fields, "output_multiplier", 1.0),
+        softcap=number_of(fields, "final_logit_softcapping"),
     )
 
 
@@ -163,9 +163,9 @@ def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     return replace(config, num_drafts=_default_drafts(raw.get("speculators_config") or {}, kind, config.most_drafts))
 
 
-def _default_drafts(own: Mapping[str, Any], kind: str, most: int) -> int:
+def _default_drafts(fields: Mapping[str, Any], kind: str, most: int) -> int:
     """The number of drafts of the default method in `speculators_config`."""
-    methods, name = own.get("proposal_methods") or [], own.get("default_proposal_method")
+    methods, name = fields.get("proposal_methods") or [], fields.get("default_proposal_method")
     for method in methods:
         check_known(
             # Rules that accept other tokens than the target's.
@@ -173,7 +173,7 @@ def _default_drafts(own: Mapping[str, Any], kind: str, most: int) -> int:
             ("verifier_accept_k", method.get("verifier_accept_k"), (None, 0, 1)),
         )
     check_known(
-        ("algorithm in speculators_config", own.get("algorithm"), (None, kind)),
+        ("algorithm in speculators_config", fields.get("algorithm"), (None, kind)),
         ("default_proposal_method", name, (None, *(method.get("proposal_type") for method in methods))),
     )
     chosen = [method for method in methods if name in (None, method.get("proposal_type"))]
@@ -183,11 +183,11 @@ def _default_drafts(own: Mapping[str, Any], kind: str, most: int) -> int:
     return count
 
 
-def _dspark_heads(own: Mapping[str, Any], is_enabled: bool, reads_markov: bool) -> dict[str, Any]:
+def _dspark_heads(fields: Mapping[str, Any], is_enabled: bool, reads_markov: bool) -> dict[str, Any]:
     """The fields of DSpark's heads. Layouts differ in what a confidence head is if the config does not say it."""
-    rank, kind = size_of(own, "markov_rank", least=0), own.get("markov_head_type")
-    has_confidence = is_set(own, "enable_confidence_head", is_enabled)
-    reads_markov = is_set(own, "confidence_head_with_markov", reads_markov)
+    rank, kind = size_of(fields, "markov_rank", least=0), fields.get("markov_head_type")
+    has_confidence = is_set(fields, "enable_confidence_head", is_enabled)
+    reads_markov = is_set(fields, "confidence_head_with_markov", reads_markov)
     check_known(("markov_head_type", kind, (None, *KINDS)))
     if has_confidence and reads_markov and rank == 0:
         raise ValueError("config: confidence_head_with_markov is True, and markov_rank is 0")
@@ -201,25 +201,25 @@ def _dspark_heads(own: Mapping[str, Any], is_enabled: bool, reads_markov: bool) 
 
 def _config(
     layer: Mapping[str, Any],
-    own: Mapping[str, Any],
+    fields: Mapping[str, Any],
     sees: Callable[[str], tuple[int | None, int | None]],
     feature_layers: list[int],
     **others: Any,
 ) -> DFlashConfig:
     """The config, from the fields of the layers and those of the drafter."""
-    # A drafter without tokens of its own need not know how many there are.
+    # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
     knows_tokens = "markov_rank" in others or "draft_vocab_size" in others
     check_known(
-        *((name, own.get(name), known) for name, known in ONLY.items()),
-        ("target_hidden_size", own.get("target_hidden_size"), (None, layer.get("hidden_size"))),
+        *((name, fields.get(name), known) for name, known in ONLY.items()),
+        ("target_hidden_size", fields.get("target_hidden_size"), (None, layer.get("hidden_size"))),
     )
     return DFlashConfig(
         **layer_sizes(layer),
         **others,
         vocab_size=size_of(layer, "vocab_size") if knows_tokens else layer.get("vocab_size"),
         normalises_queries=True,
-        block_size=size_of(own, "block_size", least=2),
-        mask_token_id=size_of(own, "mask_token_id", least=0),
+        block_size=size_of(fields, "block_size", least=2),
+        mask_token_id=size_of(fields, "mask_token_id", least=0),
         feature_layers=tuple(feature_layers),
         sees=tuple(sees(kind) for kind in layer_kinds(layer, size_of(layer, "num_hidden_layers"))),
     )

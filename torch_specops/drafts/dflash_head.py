@@ -65,7 +65,7 @@ class DFlashHead(nn.Module):
     """Reads features of the sequence and embeddings of a block. Parameters are named as in published drafters.
 
     Args:
-        has_embedding, has_head: the drafter has its own embeddings, its own head; False = it uses the target's.
+        has_embedding, has_head: the drafter has embeddings, a head; False = it uses the target's.
 
     Attributes:
         draft_of_target: [V] int64, the index of each target token's logit in the drafter, -1 = none; None = the
@@ -113,7 +113,8 @@ class DFlashHead(nn.Module):
         return self.norm(hidden)
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """The logits [.., V] of the target's tokens, -inf for tokens that the drafter lacks, from its own [.., D]."""
+        """The logits [.., V] of the target's tokens, -inf for tokens that the drafter lacks, from the drafter's [..,
+        D]."""
         return logits if self.draft_of_target is None else spread_logits(logits, self.draft_of_target)
 
     def confidence_of(self, previous: Tensor, hidden: Tensor) -> Tensor:
