@@ -3,6 +3,7 @@
     python benchmarks/bench_drafts.py lookup --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
     python benchmarks/bench_drafts.py trained --threads 2 [--batch 8] [--compile] [--out FILE.json]
     python benchmarks/bench_drafts.py verify --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
+    python benchmarks/bench_drafts.py else --threads 2 [--target smollm2-135m-instruct] [--batch 8] [--out FILE.json]
 
 lookup    drafts that are looked up in the text, greedy. The prompts are those of `torch-specops bench` and four more.
           "suffix lookup, memory" has the outputs of all prompts before; a round begins with an empty memory
@@ -11,9 +12,12 @@ trained   the drafts of the byte-level target: its MTP layer, EAGLE-3 head and d
 verify    a model draft verified by "exact", "block" and "gumbel", at temperatures 0.7 and 1, with top-p 0.9: of the
           byte-level target its draft model, of another target an int8 copy. `alpha` is the mean acceptance rate that
           exact verification and the coupling have by their formulas, over the new tokens of the texts
+else      a lookup (K = 10), other drafts (K = 4), and `LookupElse` of both, at temperatures 0 and 1: of the byte-level
+          target the draft model and the EAGLE-3 head, of another target an int8 copy. The prompts are code to edit, a
+          story to begin, and a passage to write again; a batch has one of them several times
 
 The drafts take turns. The first round compiles and warms up; times are medians of the others. Tokens per step are those
-of a row, over all steps; `by_prompt` has them for every call.
+of a row, over all steps; `by_prompt` and `seconds_by_prompt` are those of every call.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from torch_specops.cli.bench import PROMPTS
 from torch_specops.cli.loading import AUSTEN, AUSTEN_DRAFT, HEADS, load_model, load_tokenizer
 from torch_specops.cli.models import PROMPT_LOOKUP, encode, load_models
 from torch_specops.decode import GenerationStats
-from torch_specops.drafts import MTP, Eagle3, PromptLookup, SuffixLookup, quantised_copy
+from torch_specops.drafts import MTP, Eagle3, LookupElse, PromptLookup, SuffixLookup, quantised_copy
 from torch_specops.hf import TransformersModel
 
 HELDOUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "austen_heldout.txt"
@@ -60,7 +64,7 @@ class Subject(NamedTuple):
     drafts: dict[str, Callable[[], Any]]
     prompts: list[Tensor]
     temperatures: tuple[float, ...]
-    num_draft_tokens: list[int]
+    num_draft_tokens: list[int] | dict[str, int]
     modes: tuple[str | None, ...] = (None,)
     top_p: float = 1.0
 
@@ -96,6 +100,27 @@ def verify(options: argparse.Namespace, device: torch.device) -> Subject:
     return own._replace(temperatures=(0.7, 1.0), num_draft_tokens=[4], modes=("exact", "block", "gumbel"), top_p=0.9)
 
 
+def lookup_else(options: argparse.Namespace, device: torch.device) -> Subject:
+    models, tokenizer = load_models(Console(stderr=True), options.target, PROMPT_LOOKUP, device)
+    passage = HELDOUT.read_text()[:400]
+    texts = [PROMPTS[0], PROMPTS[-1], f"Write this passage again:\n\n{passage}\n\nHere it is again:\n\n{passage[:60]}"]
+    prompts = [encode(tokenizer, text).to(device).expand(options.batch, -1) for text in texts]
+    if options.target == AUSTEN:
+        model, longest = load_model(AUSTEN_DRAFT, device).model, 8
+        others = {
+            "draft model": lambda: model,
+            "EAGLE-3 head": lambda: Eagle3.from_pretrained(HEADS[AUSTEN], models.target),
+        }
+    else:
+        copy, longest = quantised_copy(models.target.model), 4
+        others = {"int8 copy": lambda: copy}
+    drafts: dict[str, Callable[[], Any]] = {"lookup": lambda: PromptLookup(longest, longest), **others}
+    for name, other in others.items():
+        drafts[f"lookup else {name}"] = lambda other=other: LookupElse(other(), min_match=longest, num_other_tokens=4)
+    counts = {name: 4 if name in others else 10 for name in drafts}
+    return Subject(models.target, drafts, prompts, (0.0, 1.0), counts)
+
+
 @torch.no_grad()
 def acceptance_rates(
     target: Any, draft: Any, texts: list[tuple[Tensor, int]], temperature: float, top_p: float
@@ -114,24 +139,28 @@ def acceptance_rates(
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = options_of(__doc__, rounds=3)
-    parser.add_argument("kind", choices=["lookup", "trained", "verify"])
-    parser.add_argument("--target", help="default: smollm2-135m-instruct for lookup, austen-bytes for verify")
+    parser.add_argument("kind", choices=["lookup", "trained", "verify", "else"])
+    parser.add_argument("--target", help="default: smollm2-135m-instruct for lookup, austen-bytes for verify and else")
     parser.add_argument("--eagle3", help="a folder, of trained; default: the head in the package")
     parser.add_argument("--mtp", help="a folder, of trained; default: the target's")
     parser.add_argument("--prompts", type=int, default=16, help="at most 12 for lookup")
-    parser.add_argument("--batch", type=int, default=1, help="prompts of trained that are decoded together")
+    parser.add_argument("--batch", type=int, default=1, help="prompts of trained and else that are decoded together")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", help="default: 10 for lookup, 2 4 6 for trained")
     parser.add_argument("--compile", action="store_true", help="compiled steps in place of eager ones")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    options.target = options.target or (AUSTEN if options.kind == "verify" else "smollm2-135m-instruct")
-    subject = {"lookup": lookup, "trained": trained, "verify": verify}[options.kind](options, device)
+    options.target = options.target or (AUSTEN if options.kind in ("verify", "else") else "smollm2-135m-instruct")
+    kinds = {"lookup": lookup, "trained": trained, "verify": verify, "else": lookup_else}
+    subject = kinds[options.kind](options, device)
     max_length = max(prompt.shape[1] for prompt in subject.prompts) + options.new_tokens
     counts = options.num_draft_tokens or subject.num_draft_tokens
     decoders = {}
-    ways = [(name, count, mode) for count in counts for name in subject.drafts for mode in subject.modes]
+    pairs = (
+        counts.items() if isinstance(counts, dict) else [(name, count) for count in counts for name in subject.drafts]
+    )
+    ways = [(name, count, mode) for name, count in pairs for mode in subject.modes]
     for name, count, mode in [("no draft", 0, None), *ways]:
         draft = subject.drafts[name]() if count else None
         how = {"num_draft_tokens": max(count, 1), "schedule": "constant"}
@@ -157,7 +186,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                         texts.add(tuple(output.sequences.flatten().tolist()))
                         if number_of_round == 0 and key[2] == "exact":
                             sampled[temperature] += [(row[None], prompt.shape[1]) for row in output.sequences]
-                    if options.kind == "lookup" and len(texts) > 1:
+                    if options.kind in ("lookup", "else") and temperature == 0 and len(texts) > 1:
                         raise RuntimeError(f"prompts {number}: the greedy outputs differ")
     report = Report(options.out, environment(device), arguments=settings_of(options))
     fields = ("num_tokens", "num_accepted", "num_proposed", "num_row_steps")
@@ -173,6 +202,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         record |= {"acceptance_rate": accepted / proposed if proposed else None, "drafts_per_step": proposed / steps}
         record |= {"mean_acceptance_length": num_tokens / steps}
         record |= {"by_prompt": [each.mean_acceptance_length for each in rounds[-1]]}
+        calls = zip(*rounds[1:], strict=True)
+        record |= {"seconds_by_prompt": [statistics.median(each.seconds for each in call) for call in calls]}
         report.add([record | {"seconds": seconds, "tokens_per_second": num_tokens / seconds}])
     line = "{temperature} | {draft} | {num_draft_tokens} | {mean_acceptance_length:.2f} | {tokens_per_second:.0f}"
     heads = "temperature | draft | K | tokens per step | tokens/s"

@@ -194,6 +194,13 @@ def test_trained_drafts_are_compared(tmp_path: Path) -> None:
     assert min(found[draft, temperature] for draft in ("draft model", "MTP layer") for temperature in (0.0, 1.0)) > 2
 
 
+@pytest.mark.slow
+def test_lookup_else_is_compared_with_its_sources() -> None:
+    records = script("bench_drafts").main(["else", "--batch", "2", "--new-tokens", "24", "--rounds", "1"])
+    found = {(each["draft"], each["temperature"]): each["mean_acceptance_length"] for each in records}
+    assert len(found) == 12 and found["lookup else draft model", 0.0] > found["lookup", 0.0]
+
+
 def test_laws_of_verification_are_compared() -> None:
     options = ["--prompts", "2", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
     records = script("bench_drafts").main(["verify", *options])

@@ -172,7 +172,7 @@ def test_providers_decode_past_an_eos_without_what_transformers_lacks(target: st
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
-    draft, console = f"ngram:{tmp_path / 'text.txt'}", Console(file=io.StringIO())
+    draft, console = f"lookup-else:ngram:{tmp_path / 'text.txt'}", Console(file=io.StringIO())
     found, _ = models.load_models(console, str(tmp_path), draft, torch.device("cpu"))
     ways = providers.make_providers(found, 3)
     assert found.target.eos_token_ids == (third,) and [way.name for way in ways] == [GENERATE, *OURS]

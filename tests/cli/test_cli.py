@@ -231,6 +231,7 @@ BAD = {
         (["--temperature", "nan"], "temperature: expected 0 (greedy) or finite numbers >= 1e-30, got nan"),
         (["--draft", "early-exit:9"], "draft: 'early-exit:9': num_layers: expected 1 to 2, got 9"),
         (["--draft", "promt-lookup"], "draft: there is no 'promt-lookup'; did you mean 'prompt-lookup'?"),
+        (["--draft", "lookup-else:"], "draft: expected another draft after 'lookup-else:'"),
         (
             ["--draft", "ngrams:text"],
             "draft: 'ngrams:text' is no folder and no hub id; other values are prompt-lookup,",

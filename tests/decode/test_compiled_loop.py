@@ -87,7 +87,7 @@ def test_a_compile_error_ends_with_where_and_why() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "graphs"), [("perturbed", 4), ("prompt lookup", 2)])
+@pytest.mark.parametrize(("kind", "graphs"), [("perturbed", 4), ("prompt lookup", 2), ("lookup else", 6)])
 def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
     eager, compiled = decoders(kind, 3, sampling=SAMPLING)
     assert torch.equal(decode(compiled), decode(eager))

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode.step import StepPlan
-from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, ModelDraft, PromptLookup
+from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, LookupElse, ModelDraft, PromptLookup
 from torch_specops.hf import language_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
@@ -62,6 +62,8 @@ def decoder(
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
     if kind in ("model", "hybrid"):
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
+    if kind == "lookup else":
+        draft = LookupElse(language_model(perturbed(model, 0.05).to(device)), min_match=1, num_other_tokens=2)
     if kind == "head":
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
     if kind == "block":
@@ -98,7 +100,7 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     [
-        *((kind, MIXED) for kind in ("none", "lookup", "head", "block", "markov", "mtp", "hybrid")),
+        *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "markov", "mtp", "hybrid")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
         *((kind, PROCESSED) for kind in ("model", "head", "block", "markov", "mtp")),
     ],

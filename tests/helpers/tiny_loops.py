@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch_specops import SamplingParams, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.output import RecordReader
-from torch_specops.drafts import DFlash, Draft, DraftSource, Eagle3, EarlyExit, LanguageModel, NGram, PromptLookup
+from torch_specops.drafts import (
+    DFlash,
+    Draft,
+    DraftSource,
+    Eagle3,
+    EarlyExit,
+    LanguageModel,
+    LookupElse,
+    NGram,
+    PromptLookup,
+)
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.sampling import SamplingTensors
@@ -59,6 +69,7 @@ DRAFTS: dict[str, Callable[[str], AnyDraft]] = {
     "early exit": lambda family: EarlyExit(1),
     "hierarchical": lambda family: HierarchicalDraft(perturbed(shared_tiny(family))),
     "over a model": lambda family: HierarchicalDraft(perturbed(shared_tiny(family)), shared_tiny(family, seed=3)),
+    "lookup else": lambda family: LookupElse(perturbed(shared_tiny(family)), min_match=1, num_other_tokens=2),
     "token map": without_some_tokens,
     "eagle 3": lambda family: Eagle3(trained_head(family)),
     "dflash": lambda family: DFlash(trained_drafter(family)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,18 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..drafts import MTP, DFlash, DraftSource, Eagle3, EarlyExit, NGram, PromptLookup, SuffixLookup, quantised_copy
+from ..drafts import (
+    MTP,
+    DFlash,
+    DraftSource,
+    Eagle3,
+    EarlyExit,
+    LookupElse,
+    NGram,
+    PromptLookup,
+    SuffixLookup,
+    quantised_copy,
+)
 from .loading import (
     HEADS,
     SMOLLM2,
@@ -37,6 +48,8 @@ PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
 INT8, OWN_MTP = "int8", "mtp"
+# Another value comes after this prefix.
+LOOKUP_ELSE = "lookup-else:"
 
 # Most of the answer can be copied from the question, so prompt lookup works well.
 PROMPT = """Here is a Python class:
@@ -80,9 +93,12 @@ def load_models(
 ) -> tuple[Models, Tokenizer]:
     """Load the target, the draft and the target's tokenizer. The console shows which slow part is running."""
     check_name("target", target)
+    looks_up_first, draft = draft.startswith(LOOKUP_ELSE), draft.removeprefix(LOOKUP_ELSE)
+    if not draft:
+        raise ValueError(f"draft: expected another draft after {LOOKUP_ELSE!r}")
     if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
         others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")
-        check_name("draft", draft, (*others, f"{EAGLE3}FOLDER", f"{DFLASH}FOLDER"))
+        check_name("draft", draft, (*others, f"{EAGLE3}FOLDER", f"{DFLASH}FOLDER", f"{LOOKUP_ELSE}NAME"))
     elif draft.startswith((EAGLE3, DFLASH)) and (name := draft.partition(":")[2]) not in HEADS:
         if not name:
             raise ValueError(f"draft: expected a folder or a hub id after {draft!r}")
@@ -98,7 +114,10 @@ def load_models(
         model, tokenizer = load_model(target, device, "target"), load_tokenizer(target, "target")
         model.model.to(dtype)
     with _loading(console, draft):
-        return _with_draft(draft, model, tokenizer), tokenizer
+        models = _with_draft(draft, model, tokenizer)
+        # transformers has no such draft, so compare with the other draft alone.
+        models = replace(models, draft=LookupElse(models.draft)) if looks_up_first else models
+        return models, tokenizer
 
 
 def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> Models:

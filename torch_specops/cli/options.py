@@ -14,7 +14,18 @@ from rich.console import Console
 
 from .. import checks
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import DFLASH, EAGLE3, EARLY_EXIT, INT8, NGRAM, OWN_MTP, PROMPT_LOOKUP, SUFFIX_LOOKUP, TRANSFORMERS_LOOKUP
+from .models import (
+    DFLASH,
+    EAGLE3,
+    EARLY_EXIT,
+    INT8,
+    LOOKUP_ELSE,
+    NGRAM,
+    OWN_MTP,
+    PROMPT_LOOKUP,
+    SUFFIX_LOOKUP,
+    TRANSFORMERS_LOOKUP,
+)
 
 # The exit status that a shell reports for a process that Ctrl-C ended.
 INTERRUPTED = 130
@@ -38,7 +49,8 @@ Draft = Annotated[
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
         f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{DFLASH}FOLDER' is a DFlash or DSpark drafter for "
         f"it; '{OWN_MTP}' are the MTP layers in the target's checkpoint; '{INT8}' is a quantised "
-        "copy of the target (needs torchao); or name a smaller model with the same tokens, such as "
+        f"copy of the target (needs torchao); '{LOOKUP_ELSE}NAME' copies where four tokens match, and uses the draft "
+        "NAME elsewhere; or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
     ),
 ]
@@ -47,7 +59,8 @@ NumDraftTokens = Annotated[
     typer.Option(
         metavar="K",
         help="How many tokens the draft guesses per step.",
-        show_default=f"10 for {PROMPT_LOOKUP} and {SUFFIX_LOOKUP}, their own with DFlash and MTP, 2 otherwise",
+        show_default=f"10 for {PROMPT_LOOKUP}, {SUFFIX_LOOKUP} and {LOOKUP_ELSE}NAME, their own with DFlash and MTP, "
+        "2 otherwise",
     ),
 ]
 Schedule = Annotated[

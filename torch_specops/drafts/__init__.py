@@ -21,6 +21,7 @@ from .eagle3 import Eagle3
 from .early_exit import EarlyExit
 from .hierarchical import HierarchicalDraft
 from .lookup import PromptLookup, SuffixLookup
+from .lookup_else import LookupElse
 from .model import ModelDraft
 from .mtp import MTP
 from .ngram import NGram
@@ -38,6 +39,7 @@ __all__ = [
     "FeatureModel",
     "HierarchicalDraft",
     "LanguageModel",
+    "LookupElse",
     "ModelDraft",
     "NGram",
     "PromptLookup",

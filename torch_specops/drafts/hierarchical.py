@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import checks
-from ..models.base import LanguageModel, Part, static_tensors_of
+from ..models.base import LanguageModel, Part
 from ..ops import verify_exact, verify_gumbel
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import inner_seeds
@@ -121,7 +121,8 @@ class HierarchicalDraft(ModelDraft):
         self.inner.on_finished(tokens, lengths)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        return static_tensors_of(self.model, self.inner)
+        model, inner = super().static_tensors(), self.inner.static_tensors()
+        return None if model is None or inner is None else [*model, *inner]
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor

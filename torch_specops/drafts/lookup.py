@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..models.base import settings_of
+from ..models.base import placed, settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
 
@@ -59,12 +59,8 @@ class _Lookup(DraftSource):
         return () if self._input is None else (self._input,)
 
     def _keep(self, new: Tensor | None) -> None:
-        old = self._input
-        # Copy into the old tensor if possible, because a CUDA graph reads from its address.
-        if old is not None and new is not None and old.shape == new.shape and old.device == new.device:
-            new = old.copy_(new)
         # Write to the instance's dict, because `PromptLookup` is a frozen dataclass, and an assignment would raise.
-        vars(self)["_input"] = new
+        vars(self)["_input"] = None if new is None else placed(self._input, new)
 
     def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
         """Returns the tokens [B, N] to search, the index [B, 1] of the last token of each row's sequence, and the index

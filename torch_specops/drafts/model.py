@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..compilation import CompiledPieces
-from ..models.base import LanguageModel, Part, settings_of, static_tensors_of
+from ..models.base import LanguageModel, Part, placed, settings_of, static_tensors_of
 from ..models.conversion import as_language_model, refuse_class
 from ..models.reading import read_beginnings, read_texts
 from ..ops.tracing import is_eager_cpu
@@ -151,7 +151,7 @@ class ModelDraft(SequentialDraft):
     # The number of slots of the model's cache if sequences may be longer than the model can read, otherwise None.
     _room: int | None = None
     # [B, 1], the number of tokens of each row that `start` or `restart` has read.
-    _begun: Tensor
+    _begun: Tensor | None = None
     _of_calls: ClassVar[Sequence[str]] = ("_room", "_begun")
 
     def __init__(self, model: LanguageModel | nn.Module) -> None:
@@ -188,10 +188,11 @@ class ModelDraft(SequentialDraft):
         self._room = self.max_length if self.max_length is not None and capacity > self.max_length else None
         self.model.start(tokens.shape[0], self._room or capacity, inputs if self._takes_inputs else None)
         read_beginnings(self.model, tokens.clamp(min=0), lengths, num_unread=2)
-        self._begun = (lengths.unsqueeze(1) - 2).clamp(min=0)
+        self._begun = placed(self._begun, (lengths.unsqueeze(1) - 2).clamp(min=0))
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         read_texts(self.model, tokens, lengths, rows, num_unread=2)
+        assert self._begun is not None
         self._begun[rows] = (lengths[rows].unsqueeze(1) - 2).clamp(min=0)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
@@ -201,6 +202,7 @@ class ModelDraft(SequentialDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # Read all unread tokens except the two newest, which `propose` reads.
         positions = lengths.unsqueeze(1) - 2 + torch.arange(-num_steps, 0, device=tokens.device)
+        assert self._begun is not None
         # A row may have been restarted in one of these steps. Do not read its prompt again, because a model with
         # recurrent states cannot read a prompt twice.
         positions = self._inside(positions).maximum(self._begun)
@@ -211,7 +213,8 @@ class ModelDraft(SequentialDraft):
         return positions.clamp(0, None if self._room is None else self._room - 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        return static_tensors_of(self.model)
+        model = static_tensors_of(self.model)
+        return model if model is None or self._begun is None else [*model, self._begun]
 
     def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         # In a sequence of one token, clamping lets the model read that token twice at the same position, which is

@@ -21,14 +21,14 @@ from .rereading import OTHER_ROTARY, RereadingModel
 from .rotary import rereads_at
 from .states import state_modules
 
-# Slots of the cache: more than a window that a model keeps to itself has (256 in GPT-Neo).
+# Slots of the check's cache. Some models hard-code a window (256 tokens in GPT-Neo), and the cache must exceed it.
 CAPACITY = 512
-# Fields of a config: the lengths at which a model changes what tokens see, or how they are rotated.
+# Config fields that give the sequence length at which a model changes its attention window or its rotary embedding.
 THRESHOLDS = (
     *("attention_chunk_size", "index_topk", "local_attention", "original_max_position_embeddings", "sliding_window"),
     *("sliding_window_size", "window_size"),
 )
-# What the check sets them to.
+# The check sets these lengths to a few tokens, so that a short sequence crosses them.
 LOWERED = 4
 
 # The architectures that passed the check.
@@ -39,20 +39,20 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
     Args:
-        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around it: its base
-            with the active adapter.
+        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around one, which is
+            read with its active adapter.
 
     Raises:
-        TypeError: no transformers model.
-        ValueError: a model that cannot be rolled back (states outside of transformers' cache, indexed attention), has
-            no language head, is offloaded or on several devices; an attention implementation that takes no mask, a
-            `forward` set on a module that may run modules in training mode, an encoder-decoder model other than Whisper
-            and T5, or a model of an untested family that takes no cache and masks, or whose logits with them differ
-            from those without.
+        TypeError: `model` is not a transformers model.
+        ValueError: the model cannot be rolled back (states outside of transformers' cache, indexed attention), has no
+            language head, or is offloaded or on several devices; its attention implementation takes no mask; a
+            `forward` set on one of its modules may run modules in training mode; it is an encoder-decoder model other
+            than Whisper and T5; or its family is untested, and it does not take a cache and masks, or gives other
+            logits with them than without.
     """
     model = unwrapped(model)
     if model.config.is_encoder_decoder:
-        # Check the type of the outer model: a wrapper may read its input differently from the model inside.
+        # Check the outermost model, because a wrapper may read its inputs differently from the model inside.
         if model.config.model_type not in TESTED_FAMILIES:
             raise ValueError(
                 f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
@@ -67,29 +67,29 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
 
 
 class _Check:
-    """Checks a model when it is first used, and again when its architecture, or a `forward` or a class of its owner's
-    changes."""
+    """Checks a model when it is first used, and again when its architecture or the user's code in it changes: a class,
+    or a `forward` set on a module."""
 
     def __init__(self) -> None:
-        # Of the newest check of code of the owner's.
+        # The architecture, the user's code and the result of the last check of a model with such code.
         self._architecture: Hashable = None
         self._own: list[Any] = []
         self._reading: Reading | None = None
 
     def __reduce__(self) -> tuple[type[_Check], tuple[()]]:
-        # The last check may hold code that its owner has removed since.
+        # Pickle none of these, because they may hold code that the user has removed since.
         return _Check, ()
 
     def __call__(self, adapter: TransformersModel) -> Reading | None:
-        """How the model is read; None = as its family was tested."""
+        """How to read the model; None = as the tests read its family."""
         model = adapter.model
         if (rereads_at(model) is not None) != isinstance(adapter, RereadingModel):
             raise ValueError(OTHER_ROTARY)
-        # Unknown code, whatever the architecture.
+        # The user's code is checked even in a tested family.
         own = [vars(module).get("forward", type(module)) for module in model.modules()]
         own = [each for each in own if not isinstance(each, type) or is_foreign(each)]
         if not own:
-            # What was removed is not kept.
+            # Drop references to removed code.
             self._own = []
             if model.config.model_type in TESTED_FAMILIES:
                 return None
@@ -104,22 +104,24 @@ class _Check:
 
 
 def _architecture(model: PreTrainedModel) -> Hashable:
-    """The key of a model's forward apart from its weights: the classes of its modules, their settings, the storage of
-    weights. It holds no reference to the model."""
+    """A key that is equal for models whose forwards differ in their weights only: the classes of the modules, the
+    configs, and the types, dtypes and devices of the weights. It holds no reference to the model."""
     settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
     weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
     return tuple(map(type, model.modules())), settings, weights
 
 
-# Code of the user's may keep what it sees.
+# The user's code may keep tensors that it gets, so they must be normal tensors.
 @torch.inference_mode(False)
 @torch.no_grad()
 def _check(adapter: TransformersModel) -> Reading:
-    """Compare logits read through the cache, after a rollback, with a forward that has no cache; with the lengths
-    lowered at which the model changes, so that a few tokens cross them.
+    """Compare the logits of reads through the cache, a rollback included, with those of a forward without a cache. The
+    lengths at which the model changes (THRESHOLDS) are lowered, so that a few tokens cross them.
+
+    Returns how to read the model. If only reads beyond such a length are wrong, its `max_length` is that length.
 
     Raises:
-        ValueError: the logits differ below these lengths too, or the model takes no cache and masks.
+        ValueError: the logits differ even below these lengths, or the model does not take a cache and masks.
     """
     config = adapter.model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -144,11 +146,12 @@ def _check(adapter: TransformersModel) -> Reading:
 
 
 def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str | None]:
-    """Whether attention may get spans instead of masks, and packed rows; what is wrong with masks, None = nothing."""
+    """Whether attention may get spans of slots and packed rows, and the reason why reads with a mask are wrong; None =
+    they are right."""
     attention = adapter.model.config.get_text_config(decoder=True)._attn_implementation
     supports_spans = False
     if attention == "sdpa" and adapter.dtype in DTYPES:
-        # An attention of the model's own takes the spans for a mask.
+        # A model with its own attention code misreads spans as a mask: it raises, or its logits differ.
         with suppress(Exception):
             difference, bound = _difference(adapter, lowered, use_spans=True)
             supports_spans = difference <= bound
@@ -166,12 +169,12 @@ def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str 
 def _difference(
     adapter: TransformersModel, lowered: list[str], use_spans: bool, supports_spans: bool = True
 ) -> tuple[float, float]:
-    """The largest difference between the logits, and how much rounding may explain."""
-    # Its configs are changed, and are not used again.
+    """The largest difference between the logits, and the largest that rounding explains."""
+    # Use another adapter, because `_lower` changes the configs of its copy.
     reading = Reading(supports_spans, adapter.max_length, adapter.limited_by)
     adapter = type(adapter)(adapter.model, check=lambda adapter: reading)
     device = adapter.device
-    # Some tokens are equal.
+    # 0, 5, 3, 1, ...: after seven tokens they repeat, as tokens of real sequences do.
     count = min(12, adapter.max_length or 12)
     tokens = (torch.arange(count, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
     capacity = min(CAPACITY, adapter.max_length or CAPACITY)
@@ -179,17 +182,17 @@ def _difference(
     adapter.start(2, capacity)
     _lower(adapter, lowered)
     adapter.begin_texts(torch.full((2,), 1 if isinstance(adapter, HybridModel) else count, device=device))
-    # Some families with states decode other logits than they read in a prompt.
+    # In some families with states, decode steps give other logits than a prefill of the same tokens.
     expected = adapter.decoded(tokens).float() if isinstance(adapter, HybridModel) else _logits(adapter, tokens)
     if isinstance(adapter, RereadingModel) and adapter.switch < count:
         expected = torch.cat([_logits(adapter, tokens[:, : adapter.switch]), expected[:, adapter.switch :]], 1)
     index = torch.arange(count - 3, device=device).expand(2, -1)
     positions = torch.tensor([[3], [1]], device=device) + index
-    # A prompt, from which nothing is rolled back, and drafts.
+    # Read a prompt of one token, which is never rolled back, then two draft tokens.
     for begin in (index[:, :1], index[:, 1:3]):
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
-    # Test both widths: of eager and of compiled steps.
+    # Test the width of eager steps and that of compiled steps.
     tokens, wanted = tokens[0, positions], expected[0, positions]
     found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
     if use_spans and adapter.packs_rows:
@@ -200,8 +203,8 @@ def _difference(
 
 
 def _lower(adapter: TransformersModel, names: list[str]) -> None:
-    """Let the copy of the model change at LOWERED tokens what it changes at the lengths of these names, in its configs
-    and modules. Nothing sets them back: the adapter is for a comparison, not for texts."""
+    """Set these fields to LOWERED, in the configs and modules of the adapter's copy of the model. Nothing restores
+    them, because the adapter is used for one comparison only."""
     for config in adapter._copy.newest.configs:
         rope = getattr(config, "rope_parameters", None) or {}
         for fields in (vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))):

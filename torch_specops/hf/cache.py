@@ -30,13 +30,6 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
-def placed(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new`, copied to the memory of `old` if it fits, because CUDA graphs read from there."""
-    if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
-        return new
-    return old.copy_(new)
-
-
 class RaggedCache(Cache, RowState):
     """Keys and values of every layer, written at the slots that `writing_at` names.
 

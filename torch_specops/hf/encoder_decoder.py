@@ -12,11 +12,10 @@ from torch.nn.functional import pad
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel, WhisperForCausalLM
 from transformers.cache_utils import StaticLayer
 
-from ..models.base import LanguageModel, RowState
+from ..models.base import LanguageModel, RowState, placed
 from ..ops.kv_cache import visible_slots
 from ..ops.tracing import normal_tensors
 from .architecture import layers_of
-from .cache import placed
 from .models import Seen, TransformersModel
 
 

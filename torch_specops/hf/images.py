@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..models.base import RowState
-from .cache import RaggedCache, placed
+from ..models.base import RowState, placed
+from .cache import RaggedCache
 from .hybrid import HybridModel
 from .models import TransformersModel
 

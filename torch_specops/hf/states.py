@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..models.base import placed
 from ..ops.tracing import normal_tensors
-from .cache import RaggedCache, RaggedLayer, cache_argument, placed
+from .cache import RaggedCache, RaggedLayer, cache_argument
 from .recurrences import StepStates, slots_before, step_forward
 from .references import is_foreign
 

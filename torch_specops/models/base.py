@@ -268,6 +268,13 @@ def readable_positions(model: LanguageModel, positions: Tensor) -> Tensor:
     return positions if limit is None else positions.clamp(max=limit - 1)
 
 
+def placed(old: Tensor | None, new: Tensor) -> Tensor:
+    """`new`, copied to the memory of `old` if it fits, because CUDA graphs read from there."""
+    if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        return new
+    return old.copy_(new)
+
+
 def settings_of(part: object) -> dict[str, Any]:
     """The attributes of a model or a source that copies and pickles keep: those that its classes do not list in
     `_of_calls`. Tensors of a call must be left out, because torch shares the memory of tensors that it sends to other

@@ -1,0 +1,159 @@
+"""`LookupElse`: a row is drafted by a lookup or by another source. The choice keeps the law, and no cache lags."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from chains import expect_caught, expect_laws
+from report import Report
+from tiny_eagle3 import trained_head
+from tiny_hybrids import tiny_hybrid
+from tiny_laws import TABLES, TARGET, V, first_tokens, p_values, pair_laws
+from tiny_loops import DRAFTS, Pauses, decode, expected_rows, new_tokens
+from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, shared_tiny
+from torch import Tensor
+
+from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.drafts import (
+    Draft,
+    DraftSource,
+    Eagle3,
+    HierarchicalDraft,
+    LookupElse,
+    ModelDraft,
+    PromptLookup,
+    SuffixLookup,
+)
+
+
+def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
+    return kind(PairModel(TABLES["close"]), min_match=1, num_other_tokens=2)
+
+
+class ByTheDrawnToken(LookupElse):
+    """Uses the lookup in rows where the first drafts differ: a choice that depends on the token that was drawn."""
+
+    def _mixed(self, found: Tensor, tokens: Tensor, *others: Any) -> Any:
+        is_chosen = (found[:, :1] >= 0) & (found[:, :1] != tokens[:, :1])
+        return super()._mixed(torch.where(is_chosen, found, -1), tokens, *others)
+
+
+@pytest.mark.parametrize("verify", ["exact", "block"])
+def test_lookup_else_keeps_the_law(verify: str, report: Report) -> None:
+    for temperature, filters in ((1.0, {}), (0.7, {"top_p": 0.9})):
+        tokens = first_tokens(PairModel(TARGET), over_a_close_model(), 3, temperature, verify=verify, **filters)
+        laws = pair_laws(TARGET, temperature, **filters)
+        expect_laws(report, f"loop, lookup else, {verify}, T = {temperature}", p_values(tokens, laws))
+    wrong = first_tokens(PairModel(TARGET), over_a_close_model(ByTheDrawnToken), 3, verify=verify)
+    expect_caught(report, f"loop, lookup by the drawn token, {verify}", p_values(wrong, pair_laws(TARGET)))
+
+
+class Known(PromptLookup):
+    """Drafts in rows of some lengths. All of the first row are wrong; of other rows the last but one, after an odd
+    length."""
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any) -> Draft:
+        texts = torch.zeros(len(PROMPTS), 64, dtype=torch.int64)
+        for row, (prompt, rest) in enumerate(zip(PROMPTS, expected_rows(), strict=True)):
+            texts[row, : len(prompt) + len(rest)] = torch.tensor([*prompt, *rest])
+        ends = lengths.unsqueeze(1)
+        # All rows in several steps in a row.
+        is_found = (ends % 4 < 2) | (lengths[0] % 12 < 3)
+        places = torch.arange(num_draft_tokens)
+        drafts = texts.gather(1, ends + places) + (places == num_draft_tokens - 2) * (ends % 2)
+        drafts[0] += 1
+        return Draft(torch.where(is_found, drafts % VOCAB, -1))
+
+
+def recorded(source: DraftSource, drafts: dict[tuple[int, int], int]) -> DraftSource:
+    """The source; its first draft for each row and length goes into `drafts`."""
+    propose = source.propose
+
+    def recording(tokens: Tensor, lengths: Tensor, *others: Any) -> Draft:
+        draft = propose(tokens, lengths, *others)
+        drafts.update({(row, int(end)): int(draft.tokens[row, 0]) for row, end in enumerate(lengths)})
+        return draft
+
+    source.propose = recording  # type: ignore[method-assign]
+    return source
+
+
+OTHERS: dict[str, Callable[[], DraftSource]] = {
+    "model": lambda: ModelDraft(perturbed(shared_tiny("llama"))),
+    "eagle 3": lambda: Eagle3(trained_head()),
+    "hierarchical": lambda: HierarchicalDraft(perturbed(shared_tiny("llama"))),
+    "hybrid": lambda: ModelDraft(tiny_hybrid("qwen3_5_text", vocab_size=VOCAB)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("schedule", ["constant", "pauses"])
+def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str) -> None:
+    """The other source drafts what it drafts alone, after steps with looked-up drafts and steps without drafts."""
+    alone: dict[tuple[int, int], int] = {}
+    decode(recorded(OTHERS[other](), alone), 1)
+    found: dict[tuple[int, int], int] = {}
+    draft = LookupElse(recorded(OTHERS[other](), found), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
+    output = decode(draft, 6, schedule=Pauses() if schedule == "pauses" else schedule)
+    assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
+    both = {place: token for place, token in found.items() if place in alone}
+    assert len(both) >= 4 and both == {place: alone[place] for place in both}
+
+
+def test_lookup_else_gives_the_text_of_its_seed() -> None:
+    """In any batch with "exact", and with any draft with "gumbel"."""
+    prompts, mask = padded([[*prompt, 5, 6, 5, 6] for prompt in PROMPTS], "left")
+    for verify in ("exact", "gumbel"):
+        texts = []
+        for draft in ("lookup else", "lookup else" if verify == "exact" else "nothing"):
+            options: dict[str, Any] = {"num_draft_tokens": 4, "verify": verify, "schedule": "constant"}
+            decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), **options)
+            rows = [slice(None)] if not texts else [slice(row, row + 1) for row in range(len(PROMPTS))]
+            outputs = [
+                decoder.generate(prompts[row], attention_mask=mask[row], max_new_tokens=20, seed=[7, 8, 9][row])
+                for row in rows
+            ]
+            texts.append([text for output in outputs for text in new_tokens(output)])
+        assert texts[0] == texts[1]
+
+
+def test_lookup_else_follows_its_parts() -> None:
+    target = PairModel(TABLES["close"])
+    target.undrafted = (3,)
+    short = PairModel(TABLES["close"])
+    short.max_length = 5
+    lookup = SuffixLookup(min_ngram=1, max_ngram=4)
+    draft = pickle.loads(pickle.dumps(LookupElse(short, min_match=1, lookup=lookup, num_other_tokens=2)))
+    draft.bind(target)
+    assert draft.default_draft_tokens == 10 and draft.vocab_size == V and not draft.deterministic
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 0], [0, 1, 2, 4, 5, 3], [0, 1, 0, 0, 0, 0]])
+    lengths = torch.tensor([5, 6, 3])
+    draft.expect(4)
+    draft.start(tokens, lengths, 12)
+    greedy = SamplingParams(temperature=0.0)
+    proposal = draft.propose(tokens, lengths, 4, greedy.tensors(3), torch.arange(3))
+    # The first row has its drafts from the model, because token 3, the placeholder of an image, is not looked up. The
+    # second row has none, because the model cannot read six tokens.
+    assert proposal.tokens[0, 0] >= 0 and proposal.tokens[1].tolist() == [-1] * 4
+    assert proposal.tokens[2].tolist() == [1, 0, 1, 0]
+    # Without looked-up drafts, an eager step verifies no more than the model's.
+    row = tokens[[1]], lengths[[2]]
+    draft.start(*row, 12)
+    assert draft.propose(*row, 4, greedy.tensors(1), torch.arange(1)).tokens.shape == (1, 2)
+
+
+def test_lookup_else_names_wrong_arguments() -> None:
+    model = PairModel(TARGET)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"other": None}, TypeError, "other: expected a model or a DraftSource, got None"),
+        ({"other": 3}, TypeError, "other: expected a model, a DraftSource or None"),
+        ({"min_match": 0}, ValueError, "min_match: expected a number >= 1, got 0"),
+        ({"lookup": ModelDraft(model)}, TypeError, "lookup: expected a PromptLookup or a SuffixLookup, got"),
+        ({"lookup": SuffixLookup()}, ValueError, "lookup: expected min_ngram >= min_match = 4, got 2"),
+        ({"num_other_tokens": 0}, ValueError, "num_other_tokens: expected a number >= 1, got 0"),
+    ]
+    assert raised(lambda options: LookupElse(**({"other": model} | options)), cases) == []

@@ -1,0 +1,233 @@
+"""Two sources in one: a lookup for rows that repeat earlier tokens, another source for the other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from .. import checks
+from ..models.base import LanguageModel, Part, static_tensors_of
+from ..ops.tracing import is_eager_cpu
+from ..sampling import SamplingTensors
+from .base import Draft, DraftSource, proposal_of, readable_lengths
+from .feature import FeatureDraft
+from .lookup import PromptLookup, SuffixLookup
+from .model import SampledDraft, as_draft_source
+
+# Stands for the length of a row of which `other` has read all but the two newest tokens.
+ALL_READ = 2**62
+
+
+class LookupElse(SampledDraft):
+    """Drafts each row by a lookup if at least `min_match` tokens match, and by another source otherwise.
+
+    The choice depends on the row's sequence alone, so the target's distribution is kept. Looked-up drafts are
+    deterministic. Beside rows whose drafts were sampled, their q is one-hot in `Draft.logits`: 0 for the draft, -inf
+    elsewhere. With `verify="gumbel"` the output of a seed is the same as with any other draft.
+
+    Args:
+        other: a draft model or a source.
+        min_match: the shortest match whose drafts are used, >= 1.
+        lookup: a `PromptLookup` or `SuffixLookup` with min_ngram >= min_match; None = `PromptLookup(min_match,
+            min_match)`.
+        num_other_tokens: the most drafts that a row gets from `other`, >= 1; None = its default number, or 5.
+
+    Raises:
+        TypeError: an `other` that is neither a model nor a source, another kind of `lookup`, a number that is not an
+            int.
+        ValueError: a number out of range; a lookup that uses shorter matches.
+
+    Examples:
+        >>> import torch, transformers, torch_specops
+        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+        >>> target, small = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
+        >>> draft = torch_specops.drafts.LookupElse(small, min_match=2)
+        >>> output = torch_specops.generate(target, torch.tensor([[5, 6, 5, 6]]), draft=draft, max_new_tokens=8, seed=0)
+        >>> output.lengths
+        tensor([12])
+    """
+
+    compiles_itself = True
+    _most_drafts = 0
+    # [B], the number of tokens of each row that `other` has read; used on a CPU only.
+    _num_read: Tensor
+    _of_calls: ClassVar[Sequence[str]] = ("_most_drafts", "_num_read", "_undrafted", "_target_size")
+
+    def __init__(
+        self,
+        other: DraftSource | LanguageModel | nn.Module,
+        *,
+        min_match: int = 4,
+        lookup: PromptLookup | SuffixLookup | None = None,
+        num_other_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        source = as_draft_source(other, "other")
+        if source is None:
+            raise TypeError("other: expected a model or a DraftSource, got None; without one, pass the lookup itself")
+        self.other = source
+        self.min_match = checks.check_int("min_match", min_match, 1)
+        self.lookup = PromptLookup(min_match, min_match) if lookup is None else lookup
+        if not isinstance(self.lookup, (PromptLookup, SuffixLookup)):
+            raise TypeError(f"lookup: expected a PromptLookup or a SuffixLookup, got {type(lookup)}")
+        if self.lookup.min_ngram < min_match:
+            raise ValueError(
+                f"lookup: expected min_ngram >= min_match = {min_match}, got {self.lookup.min_ngram}; "
+                "a shorter match would be used"
+            )
+        if num_other_tokens is not None:
+            checks.check_int("num_other_tokens", num_other_tokens, 1, source.max_draft_tokens or 2**31)
+        self.num_other_tokens = num_other_tokens or source.default_draft_tokens or 5
+
+    @property
+    def inside(self) -> Sequence[Part]:  # type: ignore[override]
+        return (self.lookup, self.other)
+
+    @property
+    def deterministic(self) -> bool:  # type: ignore[override]
+        return self.other.deterministic
+
+    @property
+    def looks_up(self) -> bool:  # type: ignore[override]
+        return self.other.looks_up
+
+    @property
+    def vocab_size(self) -> int | None:  # type: ignore[override]
+        return self.other.vocab_size
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        return self.other.device
+
+    @property
+    def default_draft_tokens(self) -> int:  # type: ignore[override]
+        return max(self.lookup.default_draft_tokens, self.num_other_tokens)
+
+    @property
+    def feature_layers(self) -> Sequence[int]:  # type: ignore[override]
+        return self.other.feature_layers
+
+    @property
+    def can_restart(self) -> bool:
+        return self.other.can_restart
+
+    def bind(self, target: LanguageModel) -> None:
+        self._undrafted, self._target_size = tuple(target.undrafted), target.vocab_size
+        self.other.bind(target)
+
+    def expect(self, num_draft_tokens: int) -> None:
+        self._most_drafts = num_draft_tokens
+        # A model with states must have those of the tokens that `propose` lets it read again.
+        self.other.expect(2 * num_draft_tokens if self._keeps_states else num_draft_tokens)
+
+    def compile(self, shape: Hashable | None) -> None:
+        super().compile(shape)
+        if self.other.compiles_itself:
+            self.other.compile(shape)
+
+    def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        self.lookup.start(tokens, lengths, capacity, inputs)
+        self.other.start(tokens, readable_lengths(self.other, tokens, lengths), capacity, inputs)
+        self._num_read = torch.full_like(lengths, ALL_READ)
+
+    def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        self.lookup.restart(tokens, lengths, rows)
+        self.other.restart(tokens, readable_lengths(self.other, tokens, lengths), rows)
+        self._num_read = self._num_read.index_fill(0, rows, ALL_READ)
+
+    def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
+        self.lookup.replace_inputs(row, inputs)
+        self.other.replace_inputs(row, inputs)
+
+    def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
+        self.lookup.on_finished(tokens, lengths)
+        self.other.on_finished(tokens, lengths)
+
+    def static_tensors(self) -> Sequence[Tensor] | None:
+        return static_tensors_of(self.lookup, self.other)
+
+    def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        ends = readable_lengths(self.other, tokens, lengths)
+        if isinstance(self.other, FeatureDraft) or not is_eager_cpu(lengths):
+            self.other.catch_up(tokens, ends, num_steps)
+        else:
+            # `propose` reads them, if it asks `other`.
+            self._num_read = torch.minimum(self._num_read, lengths - 2 - num_steps)
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> Draft:
+        """Up to K tokens [B, K], with the logits [B, K, V] and logsumexp [B, K] of their q, unless all drafts are
+        deterministic or share the target's noise."""
+        found = self._piece(self._look_up, num_draft_tokens)(tokens, lengths, num_draft_tokens)
+        is_found = found[:, :1] >= 0
+        is_host, is_eager = is_eager_cpu(lengths), self._shape is None and is_eager_cpu(lengths)
+        num_unread = self._most_drafts - 1
+        if is_host:
+            num_read = torch.minimum(self._num_read, lengths - 2)
+            if is_eager and not self._keeps_states and bool(is_found.all()):
+                # `other` reads later what it skips now.
+                self._num_read = num_read
+                return self._one_hot(_without_padding(found), sampling)
+            num_unread = int((lengths - 2 - num_read).max())
+            self._num_read = torch.where(is_found.squeeze(1), lengths, ALL_READ)
+        if num_unread > 0 and not isinstance(self.other, FeatureDraft):
+            self.other.catch_up(tokens, readable_lengths(self.other, tokens, lengths), num_unread)
+        count = min(num_draft_tokens, self.num_other_tokens)
+        ask = self._ask_other if self.other.compiles_itself else self._piece(self._ask_other, count)
+        drawn = ask(tokens, lengths, count, sampling, seeds)
+        if is_eager:
+            found = _without_padding(torch.where(is_found, found, -1), drawn[0].shape[1])
+        return Draft(*self._piece(self._mixed, found.shape[1])(found, *drawn))
+
+    @property
+    def _keeps_states(self) -> bool:
+        return _keeps_states(self.other)
+
+    def _look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
+        """The looked-up drafts [B, K]; -1 where there are none."""
+        found = self.lookup.propose(tokens, lengths, num_draft_tokens).tokens
+        for token in self._undrafted:
+            found = torch.where(found == token, -1, found)
+        return found
+
+    def _ask_other(
+        self, tokens: Tensor, lengths: Tensor, count: int, sampling: SamplingTensors, seeds: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        draft = proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target_size)
+        return draft.tokens, draft.logits, draft.lse
+
+    def _one_hot(self, found: Tensor, sampling: SamplingTensors) -> Draft:
+        """Looked-up drafts [B, K] of all rows."""
+        if self.deterministic or sampling.coupled:
+            return Draft(found)
+        logits = torch.zeros(*found.shape, self._target_size, device=found.device)
+        return Draft(*self._mixed(found, found, logits, torch.zeros(found.shape, device=found.device)))
+
+    def _mixed(
+        self, found: Tensor, tokens: Tensor, logits: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded to K."""
+        is_found, more = found[:, :1] >= 0, found.shape[1] - tokens.shape[1]
+        mixed = torch.where(is_found, found, pad(tokens, (0, more), value=-1))
+        if logits is None:
+            return mixed, None, None
+        logits = pad(logits, (0, 0, 0, more))
+        one_hot = torch.full_like(logits, -torch.inf).scatter(2, found.clamp(min=0).unsqueeze(2), 0.0)
+        lse = None if lse is None else torch.where(is_found, 0.0, pad(lse, (0, more)))
+        return mixed, torch.where(is_found.unsqueeze(2), one_hot, logits), lse
+
+
+def _without_padding(found: Tensor, least: int = 1) -> Tensor:
+    """Drafts [B, K] without the columns at the end that are padding in all rows, but at least `least` columns."""
+    width = int((found >= 0).cumprod(1).sum(1).max())
+    return found[:, : max(width, least)]
+
+
+def _keeps_states(part: Part) -> bool:
+    """Whether a model inside a source keeps a recurrent state."""
+    return (isinstance(part, LanguageModel) and part.keeps_states) or any(map(_keeps_states, part.inside))
