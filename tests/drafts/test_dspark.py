@@ -109,7 +109,7 @@ def test_rows_that_are_filled_again(tmp_path: Path) -> None:
     raw, target = VARIANTS["rnn"], shared_tiny("llama")
     draft = recorder(raw, tmp_path, confidence=0.4)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, sampling=GREEDY, verify="exact", compile=False)
-    prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(6)]
+    prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(4)]
     requests = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
     for completion in decoder.generate_many(requests, batch_size=2, max_length=40):
         index = completion.index
