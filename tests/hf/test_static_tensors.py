@@ -21,7 +21,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: shared_tiny("llama"),
     "t5": lambda: shared_tiny("t5"),
     "whisper": lambda: shared_tiny("whisper"),
-    "hybrid": lambda: tiny_hybrid("qwen3_5_text"),
+    "hybrid": lambda: tiny_hybrid("bamba"),
     "images": lambda: tiny_images.vision_model("qwen2_5_vl"),
 }
 
