@@ -25,6 +25,7 @@ from .lookup_else import LookupElse
 from .model import ModelDraft
 from .mtp import MTP
 from .ngram import NGram
+from .peagle import PEagle
 from .quantised import quantised_copy
 from .token_map import TokenMap
 
@@ -42,6 +43,7 @@ __all__ = [
     "LookupElse",
     "ModelDraft",
     "NGram",
+    "PEagle",
     "PromptLookup",
     "SuffixLookup",
     "TokenMap",

@@ -151,12 +151,7 @@ class DFlash(PublishedDraft):
         if head.markov_head is not None:
             bias, state = head.markov_head(previous, hidden, state)
             logits = logits + bias.unsqueeze(1).to(logits.dtype)
-        logits = head.target_logits(logits)
-        if self.deterministic:
-            processed = logits if text is None else sampling.process(logits, text, ends)
-            token, of_token, lse = processed.argmax(-1).squeeze(1), None, None
-        else:
-            token, of_token, lse = sampling.draw(logits, numbers, text, ends)
+        token, of_token, lse = self._pick(head.target_logits(logits), ends, numbers, sampling, text)
         if self.confidence > 0:
             token = torch.where(head.confidence_of(previous, hidden) < self.confidence, -1, token)
         return token, of_token, lse, state

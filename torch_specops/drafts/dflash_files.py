@@ -21,7 +21,10 @@ from torch import nn
 from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .dflash_head import DFlashConfig, DFlashHead
 from .layers import (
+    NOT_NEEDED,
+    SUPPORTED,
     check_known,
+    default_drafts,
     draft_tokens,
     is_set,
     joined,
@@ -36,22 +39,12 @@ from .markov import KINDS
 
 ZLAB, SPECFORGE, DEEPSPEC, MUSE = "DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "muse_glimmer_assistant"
 MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-# Copies of the target's weights that only speculators' training needs.
-NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 FIELDS = {"block_size", "mask_token_id", "target_layer_ids", "projector_type"}
 FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
 DSPARK_FIELDS = FIELDS | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 # These two say how SpecForge trained.
 DSPARK_FIELDS |= {"attention_mode", "confidence_head_alpha"}
-# The values that `DFlash` supports of fields that change what a drafter computes; None = not given.
-ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "logit_scale": (None, 1),
-    "is_neox_style": (None, True),
-    **dict.fromkeys(("attention_sink_bias", "use_swa"), (None, False)),
-    **dict.fromkeys(("hc_mult", "modality_head_rank", "dspark_draft_topk", "markov_topk"), (None, 0)),
-}
 
 
 def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
@@ -160,27 +153,10 @@ def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
         window_of_block=True,
         reads_last_norm=False,
     )
-    return replace(config, num_drafts=_default_drafts(raw.get("speculators_config") or {}, kind, config.most_drafts))
-
-
-def _default_drafts(fields: Mapping[str, Any], kind: str, most: int) -> int:
-    """The number of drafts of the default method in `speculators_config`."""
-    methods, name = fields.get("proposal_methods") or [], fields.get("default_proposal_method")
-    for method in methods:
-        check_known(
-            # Rules that accept other tokens than the target's.
-            ("accept_tolerance", method.get("accept_tolerance"), (None, 0)),
-            ("verifier_accept_k", method.get("verifier_accept_k"), (None, 0, 1)),
-        )
-    check_known(
-        ("algorithm in speculators_config", fields.get("algorithm"), (None, kind)),
-        ("default_proposal_method", name, (None, *(method.get("proposal_type") for method in methods))),
-    )
-    chosen = [method for method in methods if name in (None, method.get("proposal_type"))]
-    count = size_of(chosen[0] if chosen else {}, "speculative_tokens", most)
-    if count > most:
+    count, most = default_drafts(raw, kind), config.most_drafts
+    if count is not None and count > most:
         raise ValueError(f"config: expected speculative_tokens <= {most}, the drafts of a block, got {count}")
-    return count
+    return replace(config, num_drafts=count)
 
 
 def _dspark_heads(fields: Mapping[str, Any], is_enabled: bool, reads_markov: bool) -> dict[str, Any]:
@@ -210,7 +186,7 @@ def _config(
     # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
     knows_tokens = "markov_rank" in others or "draft_vocab_size" in others
     check_known(
-        *((name, fields.get(name), known) for name, known in ONLY.items()),
+        *((name, fields.get(name), known) for name, known in SUPPORTED.items()),
         ("target_hidden_size", fields.get("target_hidden_size"), (None, layer.get("hidden_size"))),
     )
     return DFlashConfig(
