@@ -14,7 +14,8 @@ import pytest
 import torch
 from gpu_suite import no_synchronisation, size
 from tiny_dflash import trained_drafter
-from tiny_dspark import DSPARK, new_head
+from tiny_dspark import DFLASH2, DSPARK, new_head
+from tiny_eagle3 import new_head as new_eagle3_head
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode.step import StepPlan
-from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, LookupElse, ModelDraft, PromptLookup
+from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, LookupElse, ModelDraft, PEagle, PromptLookup
 from torch_specops.hf import language_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
@@ -70,6 +71,11 @@ def decoder(
         draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
     if kind == "markov":
         draft = DFlash(new_head(DSPARK | {"markov_head_type": "rnn"}).to(device, dtype), confidence=0.3)
+    if kind == "selector":
+        draft = DFlash(new_head(DFLASH2).to(device, dtype))
+    if kind == "parallel":
+        own = new_eagle3_head(windows=(None, 5), mask_token_id=VOCAB - 1)
+        draft = PEagle(own.to(device, dtype), sampled=True)
     if kind == "mtp":
         draft = MTP.from_pretrained(model.to(device))
     settings = {"num_draft_tokens": NUM_DRAFTS, "schedule": "constant", "sampling": MIXED} | options
@@ -101,6 +107,7 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
     ("kind", "sampling"),
     [
         *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "markov", "mtp", "hybrid")),
+        *((kind, MIXED) for kind in ("selector", "parallel")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
         *((kind, PROCESSED) for kind in ("model", "head", "block", "markov", "mtp")),
     ],
