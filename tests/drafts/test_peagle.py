@@ -107,8 +107,9 @@ def test_drafts_are_those_of_a_plain_computation(
         check_drafts(raw, draft, output.lengths.tolist())
 
 
-def test_rows_that_are_filled_again(tmp_path: Path) -> None:
-    raw, target = VARIANTS["P-EAGLE, three layers"], shared_tiny("llama")
+@pytest.mark.parametrize("variant", ["EAGLE-3.1, three layers", "P-EAGLE, three layers"])
+def test_rows_that_are_filled_again(variant: str, tmp_path: Path) -> None:
+    raw, target = VARIANTS[variant], shared_tiny("llama")
     draft = recorder(raw, tmp_path)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, sampling=GREEDY, verify="exact", compile=False)
     prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(4)]
@@ -121,11 +122,10 @@ def test_rows_that_are_filled_again(tmp_path: Path) -> None:
     check_drafts(raw, draft, [99, 99])
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_likeliest_drafts_follow_the_penalties(penalty: float, tmp_path: Path) -> None:
+def test_likeliest_drafts_follow_the_penalties(tmp_path: Path) -> None:
     raw, target = VARIANTS["P-EAGLE, Amazon"], shared_tiny("llama")
     draft = recorder(raw, tmp_path, sampled=False)
-    sampling = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3)
     assert draft.deterministic and draft.default_draft_tokens == 7
     assert new_tokens(decode(draft, 4, sampling=sampling)) == new_tokens(decode(None, 0, sampling=sampling))
     for tokens, lengths, proposed in draft.seen:
@@ -134,14 +134,21 @@ def test_likeliest_drafts_follow_the_penalties(penalty: float, tmp_path: Path) -
         logits = plain_drafts(raw, new_weights(raw), target, text, drafts)
         for index, found in enumerate(logits.clone()):
             used = torch.cat([text, drafts[:index]]).unique()
-            found[used] = torch.where(found[used] > 0, found[used] / penalty, found[used] * penalty)
+            found[used] = torch.where(found[used] > 0, found[used] / 1.3, found[used] * 1.3)
             assert int(found.argmax()) == int(drafts[index])
 
 
-@pytest.mark.parametrize(("sampled", "verify"), [(True, "gumbel"), (False, None)])
-def test_the_text_is_that_of_no_draft(sampled: bool, verify: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "sampled", "verify"),
+    [
+        ("EAGLE-3.1, three layers", True, "gumbel"),
+        ("P-EAGLE, three layers", True, "gumbel"),
+        ("P-EAGLE, three layers", False, None),
+    ],
+)
+def test_the_text_is_that_of_no_draft(variant: str, sampled: bool, verify: str | None, tmp_path: Path) -> None:
     """With drafts that share the target's noise, or are not sampled."""
-    draft, found = recorder(VARIANTS["P-EAGLE, three layers"], tmp_path, sampled=sampled), []
+    draft, found = recorder(VARIANTS[variant], tmp_path, sampled=sampled), []
     for source, schedule in ((None, None), (draft, Given([4, 2]))):
         options: dict[str, Any] = {"sampling": SamplingParams(temperature=[0.5, 1.0, 0.7]), "verify": verify}
         decoder = SpeculativeDecoder(shared_tiny("llama"), source, schedule=schedule, **options)
