@@ -18,7 +18,7 @@ import torch_specops
 from torch_specops import hf
 from torch_specops.drafts import EarlyExit, LanguageModel
 from torch_specops.hf.architecture import max_length
-from torch_specops.hf.cache import placed
+from torch_specops.models.base import placed
 from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
