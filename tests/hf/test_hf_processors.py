@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 from chains import expect_caught, expect_laws
+from generate_calls import arguments, ours, plain
 from report import Report
-from test_custom_generate import arguments, ours, plain
 from tiny_laws import FEWER_TRIALS, LENGTH, SEED, V, joint_law, tiny_transformer
 from tiny_models import PROMPTS, VOCAB, perturbed, shared_tiny
 from torch import Tensor

@@ -10,7 +10,21 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, padded, raised, shared_tiny, tiny
+from tiny_loops import GREEDY
+from tiny_models import (
+    FAMILIES,
+    POSITIONS,
+    PROMPTS,
+    TOKENS,
+    VOCAB,
+    encoder_inputs,
+    full_logits,
+    padded,
+    raised,
+    shared_tiny,
+    tiny,
+    untested,
+)
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -19,19 +33,8 @@ from torch_specops import hf
 from torch_specops.drafts import EarlyExit, LanguageModel
 from torch_specops.hf.architecture import max_length
 from torch_specops.hf.cache import placed
-from torch_specops.sampling import SamplingParams
 
 CAPACITY = 32
-GREEDY = SamplingParams(temperature=0.0)
-# No pad tokens, which are 0.
-TOKENS = torch.randint(1, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
-
-
-def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
-    """One forward over whole texts, without a cache and without padding."""
-    if inputs is None:
-        return model(tokens, use_cache=False).logits.float()
-    return model(**inputs, decoder_input_ids=tokens, use_cache=False).logits.float()
 
 
 @pytest.mark.parametrize(
@@ -223,16 +226,6 @@ def test_what_changes_in_the_model_is_followed() -> None:
 
 
 # What cannot be read.
-
-
-SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def untested(prefix: str, **fields: object) -> PreTrainedModel:
-    """A model of a family that TESTED_FAMILIES does not name."""
-    config = getattr(transformers, f"{prefix}Config")(**(SMALL | fields), bos_token_id=1, eos_token_id=2)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
 
 
 def test_an_architecture_is_checked_once() -> None:

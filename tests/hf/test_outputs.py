@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_custom_generate import arguments, ours, plain
+from generate_calls import arguments, ours, plain
 from tiny_loops import DRAFTS, Late
 from tiny_models import PROMPTS, perturbed, shared_tiny
 from torch import Tensor

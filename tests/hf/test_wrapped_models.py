@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_language_models import CAPACITY, GREEDY, TOKENS, full_logits, untested
-from tiny_models import VOCAB, raised, tiny
+from tiny_loops import GREEDY
+from tiny_models import TOKENS, VOCAB, full_logits, raised, tiny, untested
 from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import drafts, hf
 from torch_specops.drafts import EarlyExit
 
+CAPACITY = 32
 CALL: dict[str, Any] = {"input_ids": TOKENS[:, :6], "max_new_tokens": 8, "eos_token_id": ()}
 POSITIONS = torch.arange(24).expand(3, -1)
 
