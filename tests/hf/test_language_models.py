@@ -207,24 +207,6 @@ def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model(rope: dict[str
         assert torch.equal(full_logits(model, TOKENS), expected)
 
 
-def test_what_changes_in_the_model_is_followed() -> None:
-    """Another module and another dtype, between two calls of one decoder."""
-    model = tiny("llama")
-    decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), compile=False, sampling=GREEDY)
-
-    def head() -> None:
-        model.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
-
-    texts = []
-    for change in (lambda: None, head, model.float):
-        change()
-        output = decoder.generate(TOKENS[:, :6], max_new_tokens=8, eos_token_id=())
-        fresh = torch_specops.generate(model, TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY, eos_token_id=())
-        assert torch.equal(output.sequences, fresh.sequences)
-        texts.append(output.sequences.tolist())
-    assert texts[0] != texts[1]
-
-
 # What cannot be read.
 
 
@@ -370,6 +352,11 @@ def test_models_that_cannot_be_read_are_refused() -> None:
             changed(peft_config={"default": alora}),
             "model: an aLoRA adapter depends .*; decode with peft_model.generate",
         ),
+    ]
+    # Without weights yet, and without a forward in Python.
+    models += [
+        (changed(lm_head=nn.LazyLinear(64)), "model: LazyLinear has no weights yet"),
+        (changed(lm_head=torch.jit.script(nn.Linear(2, 2))), "model: expected modules of Python"),
     ]
     cases = [(model, ValueError, message) for model, message in models]
     cases.append((nn.Linear(2, 2), TypeError, r"(model|target|draft): expected a transformers model.*, got .*Linear"))

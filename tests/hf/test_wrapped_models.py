@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import weakref
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -158,21 +157,6 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
         adapter.start(3, CAPACITY)
 
 
-@pytest.mark.usefixtures("quick_collection")
-def test_a_forward_that_was_replaced_is_not_kept() -> None:
-    model = tiny("llama")
-    adapter, old = hf.language_model(model), []
-    for _ in range(3):
-        as_the_head_of_trl(model)
-        adapter.start(3, CAPACITY)
-        old.append(weakref.ref(vars(adapter.prepared)["forward"].__func__))
-        del model.forward
-    for _ in range(2):
-        adapter.start(3, CAPACITY)
-    gc.collect()
-    assert [each() for each in old] == [None] * 3
-
-
 def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> None:
     model = tiny("llama", attention_dropout=0.5)
     expected = greedy(model)
@@ -260,17 +244,6 @@ def test_a_model_with_an_adapter_is_its_base() -> None:
         for use in (hf.language_model, lambda draft: torch_specops.SpeculativeDecoder(model, draft)):
             with pytest.raises(ValueError, match=r"model: a PeftModel with P.* peft_model.get_base_model\(\)"):
                 use(refused)
-
-
-def test_attention_may_get_other_heads_between_two_calls() -> None:
-    model, other = tiny("llama"), tiny("llama", num_key_value_heads=4)
-    decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), sampling=GREEDY)
-    before = decoder.generate(**CALL).sequences
-    for layer, own in zip(model.model.layers, other.model.layers, strict=True):
-        layer.self_attn = own.self_attn
-    expected = greedy(copy.deepcopy(model))
-    assert torch.equal(decoder.generate(**CALL).sequences, expected)
-    assert not torch.equal(before, expected)
 
 
 def test_every_place_for_a_draft_model_takes_one_of_transformers() -> None:
