@@ -138,10 +138,10 @@ IN_SHORT = ("gemma3", "t5")
             for family in FAMILIES
         ),
         ("llama", "perturbed", {}),
-        ("llama", "n-gram", {}),
+        slow("llama", "n-gram", {}),
         slow("llama", "over a model", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
-        ("llama", "n-gram with counts", {"verify": "sigmoid"}),
+        slow("llama", "n-gram with counts", {"verify": "sigmoid"}),
         ("llama", "n-gram with counts", {"verify": Verifier("exact", 0.5, 0.3)}),
     ],
 )

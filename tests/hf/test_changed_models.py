@@ -191,12 +191,6 @@ def test_compiled_steps_do_too(row: str, name: str) -> None:
 # Compiled steps.
 
 
-@pytest.mark.usefixtures("traced")
-def test_compiled_custom_generate_sees_a_changed_config() -> None:
-    row = ROWS["a field of the config"]
-    assert problems(row, row.changes["sliding_window"], ["custom_generate"], compile=True) == []
-
-
 def scaled(module: nn.Module, given: Any, *rest: Any) -> Tensor:
     """A hook that gets the module's keywords or not, and gives something else then."""
     return rest[-1] * (0.5 if len(rest) == 2 else 1.5)

@@ -94,8 +94,7 @@ def expected_of_requests() -> list[list[int]]:
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_drafts_schedules_and_requests(kind: str) -> None:
     """More requests than rows, prompts of one and two tokens among them; steps without drafts between others."""
-    for schedule in ("auto", Pauses()):
-        assert found(loop(DRAFTS[kind](), schedule=schedule)) == expected()
+    assert found(loop(DRAFTS[kind](), schedule=Pauses())) == expected()
     assert many(loop(DRAFTS[kind]()), REQUESTS, 2) == expected_of_requests()
 
 

@@ -49,7 +49,7 @@ def test_no_register_spills_and_all_lanes_have_the_same_sums(target: str, first:
 
 
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100"))])
-@pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats", "filter.group", "filter.mask"])
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", slow("sample.stats"), slow("filter.group"), "filter.mask"])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: str, dtype: str) -> None:
     """Eager builds, which know nothing of vocabularies, strides and addresses."""
@@ -72,7 +72,7 @@ def test_attention_spills_nothing_and_copies_16_bytes_at_a_time(target: str, dty
     assert result.spill_bytes == 0 and result.wide_loads >= 4 * tile_bytes // (16 * 32 * attention.ATTEND_WARPS)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", slow("fp32")])
 def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
     (build,) = [b for b in aot.builds() if (b.kernel, b.config) == ("filter.mask", f"{dtype} / {dtype}")]
     compiled = aot.compile_kernel(aot.KERNELS["filter.mask"], dict(build.types), dict(build.constants), "sm_90")
@@ -84,7 +84,7 @@ def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [slow("verify_exact.stats"), "verify_exact.draw", "sample.stats", "verify_gumbel.score"]
+    "kernel", [slow("verify_exact.stats"), slow("verify_exact.draw"), "sample.stats", slow("verify_gumbel.score")]
 )
 def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     """A row that is masked by its bounds is loaded as wide as one that is not."""
@@ -95,7 +95,7 @@ def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     assert wide[0] == wide[1] > 0
 
 
-@pytest.mark.parametrize("kernel", ["verify_exact.draw", "verify_block.reach", "verify_block.draw"])
+@pytest.mark.parametrize("kernel", [slow("verify_exact.draw"), "verify_block.reach", slow("verify_block.draw")])
 def test_the_last_program_of_a_sequence_loads_what_the_others_stored(kernel: str) -> None:
     """Between barriers: a fence, the count, and L1 forgotten. No load is one of memory that nobody writes."""
     build = next(build for build in aot.builds() if build.kernel == kernel)
@@ -135,6 +135,8 @@ def test_no_kernel_has_a_parameter_that_inductor_adds() -> None:
     assert not [name for name, kernel in aot.KERNELS.items() if "stream" in kernel.arg_names]
 
 
+# Of `test_no_register_spills_and_all_lanes_have_the_same_sums`, which is slow too.
+@pytest.mark.slow
 def test_a_spilling_kernel_is_seen() -> None:
     """The check itself: 512 values a thread, all alive at once, are more than a thread has registers."""
     compiled = aot.compile_kernel(spilling_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"TILE": 2**17}, "sm_90")
