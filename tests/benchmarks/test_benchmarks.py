@@ -116,6 +116,7 @@ def test_check_finds_a_wrong_provider(kind: str, provider: str) -> None:
             bench.check(problem, right | {f"{provider} eager": wrong}, inputs)
 
 
+@pytest.mark.slow
 def test_lookup() -> None:
     """The memory helps from the second prompt on."""
     records = script("bench_drafts").main(
@@ -127,6 +128,7 @@ def test_lookup() -> None:
     assert lengths["suffix lookup, memory"][1] != lengths["suffix lookup"][1] > 1
 
 
+@pytest.mark.slow
 def test_many() -> None:
     """Also on a machine without a GPU, transformers' continuous batching gives the same texts."""
     records = script("bench_many").main(["--requests", "5", "--rows", "2", "--longest", "16", "--rounds", "1"])
@@ -194,6 +196,7 @@ def test_trained_drafts_are_compared(tmp_path: Path) -> None:
     assert min(found[draft, temperature] for draft in ("draft model", "MTP layer") for temperature in (0.0, 1.0)) > 2
 
 
+@pytest.mark.slow
 def test_laws_of_verification_are_compared() -> None:
     options = ["--prompts", "2", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
     records = script("bench_drafts").main(["verify", *options])

@@ -104,6 +104,8 @@ def test_a_head_is_trained_and_stored(kind: str, tmp_path: Path, monkeypatch: py
         assert 0 < losses[1] < losses[0] - 0.1
 
 
+# The files do not change.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_measured_numbers_are_those_of_the_head(kind: str) -> None:
     train, model = script("train_head"), load_model(AUSTEN).model
