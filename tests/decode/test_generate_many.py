@@ -135,13 +135,13 @@ def itself() -> Any:
     return language_model(shared_tiny("llama"))
 
 
-@pytest.mark.parametrize("schedule", ["constant", "pauses"])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "schedule"),
     [
-        lambda: ModelDraft(itself()),
-        lambda: TokenMap(itself(), torch.arange(60)),
-        lambda: HierarchicalDraft(itself(), num_forwards=8),
+        (lambda: ModelDraft(itself()), "constant"),
+        (lambda: TokenMap(itself(), torch.arange(60)), "pauses"),
+        (lambda: HierarchicalDraft(itself(), num_forwards=8), "constant"),
+        (lambda: HierarchicalDraft(itself(), num_forwards=8), "pauses"),
     ],
 )
 def test_a_draft_reads_the_prompts_of_its_rows(

@@ -142,8 +142,10 @@ def wrongly_processed(shift: int, state: DecodeState, drafts: Tensor, target_log
     return state.sampling.process(target_logits, state.tokens.scatter(1, places, drafts.clamp(min=0)), lengths)
 
 
-@pytest.mark.parametrize(("wrong", "shift"), [("forgets the drafts", 0), ("sees the draft that it judges", 1)])
-@pytest.mark.parametrize("kind", ["close", "opposite"])
+@pytest.mark.parametrize(
+    ("kind", "wrong", "shift"),
+    [("close", "forgets the drafts", 0), ("opposite", "sees the draft that it judges", 1)],
+)
 def test_a_wrong_loop_is_caught(
     kind: str, wrong: str, shift: int, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
