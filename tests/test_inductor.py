@@ -180,7 +180,7 @@ def test_steps_and_near_misses(name: str) -> None:
     assert_same(outputs, step(**given))
 
 
-def test_a_division_that_rounds_is_absorbed_on_request_alone() -> None:
+def test_inductor_absorbs_rounding_on_request() -> None:
     given = inputs("sample")
     for prepare in (by(0.7), by(T[3]), lambda x: x / T[:, None]):
         assert run(sampled(prepare), given)[0] == {}

@@ -83,7 +83,7 @@ def test_what_is_compiled_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("kind", ["top-p", "min-p"])
-def test_a_token_that_is_to_be_accepted_is_kept_by_the_filters_of_both_sides(kind: str) -> None:
+def test_filters_keep_tokens_to_be_accepted(kind: str) -> None:
     """The target's best token is not always one that the draft keeps."""
     problems = script("problems")
     inputs = problems.make_inputs(problems.Problem(kind, 256, 5, 2000, "float32"), CPU, 0)

@@ -125,7 +125,7 @@ def test_training_writes_a_pair(model_type: str, tmp_path: Path, monkeypatch: py
 
 
 @needs_benchmarks
-def test_another_pair_does_not_overwrite_the_one_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_does_not_overwrite_the_package_pair(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script("train_byte_pair").main(["text.txt", "--model-type", "qwen3_5_text"])
     assert "--out: expected a folder for a pair of qwen3_5_text, got none" in capsys.readouterr().err

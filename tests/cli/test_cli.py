@@ -282,9 +282,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
         yield request
 
 
-def test_only_a_hub_id_that_cannot_be_looked_up_is_refused_at_once(
-    no_hub: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_hub_id_is_refused_at_once(no_hub: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--some--model").mkdir()
     for name in ("some/model", str(tmp_path), "./model", "~/model"):

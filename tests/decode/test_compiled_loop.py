@@ -89,7 +89,7 @@ def test_a_compile_error_ends_with_where_and_why() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "graphs"), [("perturbed", 4), ("prompt lookup", 2)])
-def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
+def test_compiled_pieces_give_the_eager_tokens(kind: str, graphs: int) -> None:
     eager, compiled = decoders(kind, 3, sampling=SAMPLING)
     assert torch.equal(decode(compiled), decode(eager))
     # For a model: its forward over two tokens and over one, the uniforms, the verification.
@@ -111,7 +111,7 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_with_looked_up_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default schedule has two graphs, for no draft and for K. The text repeats a token."""
     # On a machine with other work to do, drafts may seem not to pay.
     for cost in ("extra", "risk"):
@@ -209,7 +209,7 @@ def test_every_shape_has_graphs_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "STEPS_THAT_PAY", 12)
 
     def is_compiled(max_new_tokens: int, *draft: Any) -> bool:

@@ -140,7 +140,7 @@ def test_no_new_tokens_return_the_prompts() -> None:
     assert output.stats.num_steps == 0 and output.stats.mean_acceptance_length == 0.0
 
 
-def test_the_ends_and_the_padding_of_the_target_are_the_defaults() -> None:
+def test_eos_and_padding_default_to_the_target() -> None:
     model, rows = tiny("llama"), expected_rows()
     eos = rows[0][2]
     expected = cut(rows, [[eos]] * 3)

@@ -166,9 +166,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, places", CASES)
-def test_an_interrupt_leaves_the_model_and_the_next_call_right(
-    name: str, places: tuple[str, ...], uncompiled: None
-) -> None:
+def test_interrupt_leaves_the_model_right(name: str, places: tuple[str, ...], uncompiled: None) -> None:
     model = PairModel(random_table(12, seed=5)) if name == "session of a table" else trained()
     call = CALLS[name](model)
     expected, before = call(), owned(model)

@@ -157,7 +157,7 @@ class Shifted(TransformersModel):
         return super().forward(*arguments).roll(self.shift, -1)
 
 
-def test_a_copied_adapter_has_what_its_class_and_its_user_have_set() -> None:
+def test_copied_adapter_keeps_its_settings() -> None:
     adapter = Shifted(tiny("llama"), shift=3)
     adapter.note = "the user's"  # type: ignore[attr-defined]
     decoder = SpeculativeDecoder(adapter, **OPTIONS)
@@ -222,7 +222,7 @@ def sent_text(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_processes_that_get_a_used_decoder_have_their_own_texts() -> None:
+def test_pickled_decoders_in_processes() -> None:
     """Three workers and their parent decode other texts of the same sizes at once."""
     decoders = [KINDS[kind][0]() for kind in SENT]
     expected = [[[new_tokens(each.generate(**sent_text(number)))] * 3 for each in decoders] for number in range(4)]

@@ -205,7 +205,7 @@ class PairModule(nn.Module, LanguageModel):
         return [module.training for module in self.modules()]
 
 
-def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
+def test_user_module_decodes_in_evaluation_mode() -> None:
     target, draft = PairModule(TABLE), PairModule(TABLE)
     before = target.modes()
     assert before == [True, False, True]

@@ -56,7 +56,7 @@ def test_greedy_is_what_transformers_returns(family: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
+def test_assistants_by_transformers_names() -> None:
     target = tiny("llama")
     expected = plain(target, **arguments("llama"), max_new_tokens=14)
 
@@ -73,7 +73,7 @@ def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
     assert proposed(assistant_early_exit=1, compile=True) and _decoders[target].decoder is kept
 
 
-def test_how_many_tokens_are_drafted_may_be_said_as_transformers_does() -> None:
+def test_num_assistant_tokens_of_transformers() -> None:
     """A default of transformers is nobody's wish, and the generation config of the draft counts as well."""
     target = shared_tiny("llama")
     draft = perturbed(target)

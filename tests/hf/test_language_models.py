@@ -138,7 +138,7 @@ def test_half_precision_logits_stay_in_half_precision(dtype: torch.dtype, attent
     assert logits.dtype == dtype and logits.isfinite().all()
 
 
-def test_an_eager_forward_on_a_cpu_reads_no_slot_beyond_the_text() -> None:
+def test_eager_forward_reads_no_slot_beyond() -> None:
     adapter = hf.language_model(tiny("llama"))
     adapter.start(2, 500)
     widths: list[int] = []
@@ -193,7 +193,7 @@ LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_p
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"} | LONGROPE])
-def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model(rope: dict[str, object]) -> None:
+def test_growing_rotary_stays_in_the_copy(rope: dict[str, object]) -> None:
     model = tiny("llama", rope_parameters={"rope_theta": 10_000.0} | rope)
     with torch.no_grad():
         expected = full_logits(model, TOKENS)
@@ -261,7 +261,7 @@ def test_the_check_crosses_the_lengths_at_which_a_model_changes() -> None:
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="before Doge always had a mask")
-def test_a_window_of_the_own_masks_of_a_model_is_crossed() -> None:
+def test_window_of_a_models_masks() -> None:
     sizes = {"intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 96}
     adapter = hf.language_model(untested("Doge", **sizes, keep_window_size=30))
     assert adapter.max_length == adapter.first_layers(1).max_length == 30
@@ -368,7 +368,7 @@ def test_models_that_cannot_be_read_are_refused() -> None:
         assert raised(use, cases) == []
 
 
-def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
+def test_growing_rotary_is_not_compiled() -> None:
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     reason = "the 'dynamic' rotary embedding of LlamaForCausalLM looks at the lengths of texts"
     for models in ((dynamic,), (tiny("llama"), dynamic)):
@@ -378,7 +378,7 @@ def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
             torch_specops.SpeculativeDecoder(*models, compile=True)
 
 
-def test_what_keeps_its_address_goes_where_the_model_is() -> None:
+def test_placed_tensors_follow_the_model() -> None:
     """A model may have another dtype, device or batch than before."""
     old, new = torch.zeros(2), torch.ones(2)
     assert placed(old, new) is old and torch.equal(old, new)

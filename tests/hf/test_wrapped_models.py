@@ -107,7 +107,7 @@ WRAPPERS = (
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, as_compiled])
-def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.Module], None]) -> None:
+def test_wrapped_training_model_without_dropout(wrap: Callable[[nn.Module], None]) -> None:
     model = tiny("llama", attention_dropout=0.5)
     with torch.no_grad():
         expected = full_logits(model, TOKENS)
@@ -157,7 +157,7 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
         adapter.start(3, CAPACITY)
 
 
-def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> None:
+def test_unfollowable_forward_needs_evaluation_mode() -> None:
     model = tiny("llama", attention_dropout=0.5)
     expected = greedy(model)
     kept = SimpleNamespace(own=model.forward)
@@ -246,7 +246,7 @@ def test_a_model_with_an_adapter_is_its_base() -> None:
                 use(refused)
 
 
-def test_every_place_for_a_draft_model_takes_one_of_transformers() -> None:
+def test_drafts_take_transformers_models() -> None:
     target, draft = tiny("llama"), tiny("llama", seed=3)
     expected, twins = greedy(target), torch.arange(VOCAB)
     for model in (draft, Adapted(draft), torch.compile(draft, backend="eager")):

@@ -35,7 +35,7 @@ def states() -> tuple[Tensor, Tensor]:
     return keys, torch.randn(BATCH, HEADS, 2, WIDTH + 1, generator=generator)
 
 
-def test_some_rows_are_written_and_read_apart_from_the_others(states: tuple[Tensor, Tensor]) -> None:
+def test_kv_cache_of_some_rows(states: tuple[Tensor, Tensor]) -> None:
     keys, values = states
     whole, apart = (RaggedKeyValues(*states, CAPACITY) for _ in range(2))
     whole.write(*states, SLOTS)

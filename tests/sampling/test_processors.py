@@ -230,7 +230,7 @@ def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypat
     assert not counters["graph_break"]
 
 
-def test_what_does_not_fit_the_batch_or_the_target_is_named() -> None:
+def test_bad_processor_arguments() -> None:
     prompt_lengths = torch.tensor([2, 2])
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"logit_bias": [{1: 1.0}]}, ValueError, "logit_bias: expected one for all sequences or 2, got 1"),
