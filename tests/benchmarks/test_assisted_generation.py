@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark_scripts import BENCHMARKS, needs_benchmarks, script
+from marks import slow
 from tiny_models import encoder_inputs, perturbed, tiny
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case == "t5" else slow(case) for case in CASES])
 def test_exact_gives_transformers_text_for_a_seed(case: str) -> None:
     family, options = CASES[case]
     models = pair(family)

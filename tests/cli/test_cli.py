@@ -113,7 +113,8 @@ def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) ->
     assert following.endswith(": torch-specops bench --target 'my model' --device cuda")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "int8", "mtp"])
+# The drafts themselves are tested in tests/drafts.
+@pytest.mark.parametrize("kind", ["eagle3", slow("dflash"), "int8", slow("mtp")])
 def test_demo_with_other_drafts(target: str, tmp_path: Path, kind: str) -> None:
     """The tests of `bench` have the others."""
     if kind == "int8":
