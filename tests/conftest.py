@@ -101,17 +101,6 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
-def scalar_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's kernels have no vector instructions: to find those of the processor, it compiles and loads programs,
-    which takes half a minute where no cache has the answer."""
-    from torch._inductor import codecache, cpu_vec_isa
-
-    for module in (cpu_vec_isa, codecache):
-        # Not every release of torch has the name in both.
-        monkeypatch.setattr(module, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa, raising=False)
-
-
-@pytest.fixture
 def uncompiled() -> Iterator[None]:
     """What is to be compiled runs as it stands, and on CUDA is captured all the same."""
     with torch.compiler.set_stance("force_eager"):

@@ -60,7 +60,6 @@ def largest_allocation(code: str) -> int:
 INLINED = ("verify_block", "verify_sigmoid", "verify_gumbel", "sample")
 
 
-@pytest.mark.usefixtures("scalar_kernels")
 @pytest.mark.parametrize("op", ["verify_exact", *(pytest.param(op, marks=pytest.mark.slow) for op in INLINED)])
 def test_inductor(op: str) -> None:
     """The batches reach many outcomes, nothing accepted and all among them. [B, K, V] and [B, K+1, V] are read and by
@@ -114,7 +113,6 @@ def test_nothing_in_an_op_is_compiled() -> None:
     assert counters["stats"]["calls_captured"] == 1
 
 
-@pytest.mark.usefixtures("scalar_kernels")
 def test_a_large_allocation_is_seen() -> None:
     """The control: p written out for every position, as it is without the op."""
     compiled = torch.compile(lambda logits: logits.softmax(-1).cumsum(-1), fullgraph=True)
