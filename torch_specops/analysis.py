@@ -110,9 +110,9 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
     best = torch.zeros_like(a, dtype=torch.int64)
     paying = torch.ones_like(best, dtype=torch.bool)
     power, tokens = a.clone(), torch.ones_like(a)
-    # One more draft increases the factor iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). The left
-    # side minus the right side decreases with K, by (1 - alpha) alpha ** K (K c + 1). So stop at the first K for which
-    # the inequality fails.
+    # With alpha = `a` and K = `count`, draft K + 1 increases the factor iff alpha ** (K + 1) (K c + 1) > c (1 + alpha +
+    # .. + alpha ** K). The left side minus the right side decreases with K, by (1 - alpha) alpha ** K (K c + 1). So
+    # stop at the first K for which the inequality fails.
     for count in range(maximum):
         # For c = 0 every draft increases the factor, even if the power of alpha has underflowed to 0.
         paying = paying & ((power * (count * c + 1) > c * tokens) | ((c == 0) & (a > 0)))
@@ -135,7 +135,8 @@ def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
         tensor(4.1667, dtype=torch.float64)
     """
     a, c = _arguments(alpha=alpha, cost_ratio=cost_ratio)
-    # A step emits 1 / (1 - alpha) tokens on average, of which all except one are drafts with cost c.
+    # A step emits 1 / (1 - alpha) tokens on average. All except one are drafts, and each draft costs c. For c > 1 the
+    # factor is that of c = 1, because nothing is drafted.
     return 1 / (1 - a + c.clamp(max=1.0) * a)
 
 
@@ -197,8 +198,9 @@ def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, 
     p = _distribution("target_logits", target_logits, t, target_logits)
     q = _distribution("draft_logits", draft_logits, t, target_logits)
     p, q = torch.broadcast_tensors(p, q)
-    # Sort by p / q, because p(w) / p(v) >= q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v). The maxima are then known for
-    # all w before and after v.
+    # Target and draft both draw v with probability 1 / (the sum over w of max(p(w) / p(v), q(w) / q(v))). In descending
+    # order of p / q, the maximum is p(w) / p(v) for w up to v, and q(w) / q(v) for w after v, because p(w) / p(v) >=
+    # q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v).
     order = (p / q).nan_to_num(nan=0.0, posinf=math.inf).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
     of_p, of_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)

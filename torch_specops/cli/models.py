@@ -48,7 +48,7 @@ PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
 INT8, OWN_MTP = "int8", "mtp"
-# Another value comes after this prefix.
+# Another value of `--draft` comes after this prefix.
 LOOKUP_ELSE = "lookup-else:"
 
 # Most of the answer can be copied from the question, so prompt lookup works well.

@@ -298,7 +298,8 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
             if token == pad_token_id:
                 of_text = min(of_text, 1)
             elif token == 0 and verb == "ends":
-                # Allow one more token 0 at the end of a row, because it is an exclamation mark in many vocabularies.
+                # Count one more token 0 at the end of a row as text: in many vocabularies token 0 is an exclamation
+                # mark.
                 of_text += 1
             if bool((runs > of_text).any()):
                 kind = "the pad token" if token == pad_token_id else "token"

@@ -149,8 +149,8 @@ class Handle:
     """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
 
     Tasks of asyncio may use it too, in any event loop. `async for token in handle` is like `tokens`, and `await handle`
-    is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request. A task that is
-    cancelled or times out while it waits also cancels it. `asyncio.shield(handle)` prevents this.
+    is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request. If a task is
+    cancelled or times out while it waits, the request is cancelled too. `asyncio.shield(handle)` prevents this.
 
     Attributes:
         index: the request's place in the order of submission. The other attributes and `add`, `end` and `wake` are for

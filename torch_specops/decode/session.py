@@ -119,8 +119,8 @@ class Session:
             self._steps.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
+        # The user's tokenizer or grammar may raise any exception.
         except Exception as error:
-            # The user's tokenizer or grammar may raise any exception.
             prompt = f"{type(error).__name__}: {error}"
         with self._changed:
             if self._is_closed:
@@ -292,8 +292,8 @@ class Session:
                 else:
                     row = free.pop(0)
                     self._rows[row] = handle
-                # Remove the request last: after an interrupt before this line it is in `_rows` and in `_waiting`, and
-                # `_close` ends it.
+                # Remove the request last. After an interrupt before this line, the request is both in `_rows` and in
+                # `_waiting`, and `_close` ends it.
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue

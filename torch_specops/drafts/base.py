@@ -69,8 +69,8 @@ class DraftSource(Part, ABC):
             = a compiled loop compiles `propose` as a whole.
         feature_layers: the indices of the target's layers whose inputs the source reads from `FeatureModel.features`.
             The number of layers, as an index, means the input of the head, after the last norm. () = no features.
-        is_checked: True = the loop checks proposals. It is set for each class, to True if `propose` is defined outside
-            this package.
+        is_checked: True = the loop checks proposals. Set for every subclass: True if its `propose` is defined outside
+            this package, otherwise False.
 
     A source may also override members of `Part`, such as `inside`, which lists the models that it uses.
     """

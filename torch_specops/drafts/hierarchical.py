@@ -175,9 +175,9 @@ class HierarchicalDraft(ModelDraft):
     ) -> tuple[Draft, Tensor]:
         """Get inner drafts [B, w] for sequences of `ends` [B] tokens, and read them with the model. Returns the inner
         drafts, and the logits [B, w + 1, V] at the positions of the drafts and at the next position."""
+        vocab_size = self.model.vocab_size
         # Ask for the same number of inner drafts for every K, so that a row's drafts do not depend on how many drafts
         # other rows still need.
-        vocab_size = self.model.vocab_size
         inner = proposal_of(self.inner, text, ends, self.num_inner_tokens, sampling, seeds, vocab_size)
         # Treat tokens outside the model's vocabulary as padding.
         drafts = torch.where((inner.tokens >= 0) & (inner.tokens < vocab_size), inner.tokens, -1)

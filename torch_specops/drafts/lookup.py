@@ -164,8 +164,8 @@ class SuffixLookup(_Lookup):
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
         memory = checks.check_int("memory", memory, 0)
-        # The finished sequences, each followed by a -1, the newest last.
         with normal_tensors():
+            # The finished sequences, each followed by a -1, the newest last.
             self._memory = torch.full((memory,), -1, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Drafts from n-gram tables: counts of tokens in a text, which are looked up on the device without a model."""
+"""Drafts from n-gram tables, which count the tokens that followed each context in a text. The tables are looked up on
+the device, without a model."""
 
 from __future__ import annotations
 
@@ -186,7 +187,8 @@ class NGram(DraftSource):
         assert self._starts is not None and self._log_counts is not None
         start, end = self._starts[context], self._starts[context + 1]
         candidate = start.unsqueeze(1) + torch.arange(self.max_candidates, device=context.device)
-        # For a context with fewer candidates, repeat its last one; it writes the same number to the same place again.
+        # A context with fewer candidates repeats its last candidate, which writes the same number to the same place
+        # again.
         candidate = torch.minimum(candidate, end.unsqueeze(1) - 1)
         row = self._log_counts.new_full((context.shape[0], self.vocab_size), -torch.inf)
         return row.scatter(1, self._continuations[candidate].long(), self._log_counts[candidate])

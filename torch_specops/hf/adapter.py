@@ -28,7 +28,7 @@ THRESHOLDS = (
     *("attention_chunk_size", "index_topk", "local_attention", "original_max_position_embeddings", "sliding_window"),
     *("sliding_window_size", "window_size"),
 )
-# The check sets these lengths to a few tokens, so that a short sequence crosses them.
+# The check lowers the lengths in THRESHOLDS to this many tokens, so that a short sequence crosses them.
 LOWERED = 4
 
 # The architectures that passed the check.
@@ -77,7 +77,7 @@ class _Check:
         self._reading: Reading | None = None
 
     def __reduce__(self) -> tuple[type[_Check], tuple[()]]:
-        # Pickle none of these, because they may hold code that the user has removed since.
+        # Pickle nothing: the results may hold code that the user has removed since.
         return _Check, ()
 
     def __call__(self, adapter: TransformersModel) -> Reading | None:
@@ -85,7 +85,7 @@ class _Check:
         model = adapter.model
         if (rereads_at(model) is not None) != isinstance(adapter, RereadingModel):
             raise ValueError(OTHER_ROTARY)
-        # The user's code is checked even in a tested family.
+        # Find the user's own code: with such code, even a model of a tested family is checked.
         own = [vars(module).get("forward", type(module)) for module in model.modules()]
         own = [each for each in own if not isinstance(each, type) or is_foreign(each)]
         if not own:
@@ -174,7 +174,7 @@ def _difference(
     reading = Reading(supports_spans, adapter.max_length, adapter.limited_by)
     adapter = type(adapter)(adapter.model, check=lambda adapter: reading)
     device = adapter.device
-    # 0, 5, 3, 1, ...: after seven tokens they repeat, as tokens of real sequences do.
+    # The tokens are 0, 5, 3, 1, ..., and repeat after seven, as tokens of real sequences do.
     count = min(12, adapter.max_length or 12)
     tokens = (torch.arange(count, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
     capacity = min(CAPACITY, adapter.max_length or CAPACITY)
@@ -192,8 +192,8 @@ def _difference(
     for begin in (index[:, :1], index[:, 1:3]):
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
-    # Test the width of eager steps and that of compiled steps.
     tokens, wanted = tokens[0, positions], expected[0, positions]
+    # Test the width of eager steps (None) and that of compiled steps.
     found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
     if use_spans and adapter.packs_rows:
         is_read = index < torch.tensor([[2], [count]], device=device)

@@ -61,7 +61,7 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     return output.flatten(0, 1).index_select(0, at).unsqueeze(0)
 
 
-# A config selects `grouped_attention` by this name. It takes the same masks as "sdpa".
+# A config selects `grouped_attention` by the name GROUPED. The function takes the same masks as "sdpa".
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 

@@ -28,8 +28,9 @@ class EncoderDecoderModel(TransformersModel):
 
     # The encoder's output if it has already run; `start` then does not run it.
     encoder_outputs: Tensor | None = None
-    # In a draft: the target whose encoder output it reads. `_inputs` are the newest inputs of the encoder.
+    # In a draft: the target whose encoder output the draft reads.
     _encodes_for_us: EncoderDecoderModel | None = None
+    # The newest inputs of the encoder.
     _inputs: Mapping[str, Tensor] | None = None
     _of_calls: ClassVar[Sequence[str]] = (
         *("encoder_outputs", "_both", "_encoded", "_encodes_for_us", "_inputs", "_relative_bias"),
@@ -165,7 +166,7 @@ class EncoderOutput(RowState):
 
     states: Tensor | None = None
     mask: Tensor | None = None
-    # At the same addresses for every batch of the same shape.
+    # The cache of `attend`. Its tensors keep their addresses as long as `attend` gets the same `states`.
     _cache: Cache | None = None
 
     def attend(self, states: Tensor, mask: Tensor | None, num_layers: int) -> Cache:

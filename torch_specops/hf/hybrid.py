@@ -28,7 +28,7 @@ class HybridModel(TransformersModel):
     """
 
     keeps_states = True
-    # States are read row by row.
+    # A module with a state reads each row's tokens in order, so rows cannot be packed.
     packs_rows = False
     _cache_kind = StateCache
     _num_slots = 2

@@ -29,8 +29,8 @@ from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-# The tests compare these token for token with transformers' decoding. Other decoder-only families are checked on a few
-# tokens when they are first used.
+# The tests compare these families token for token with transformers' decoding. Other decoder-only families are checked
+# on a few tokens when they are first used.
 TESTED_FAMILIES = {
     *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
     *("t5", "whisper"),
@@ -134,7 +134,7 @@ class TransformersModel(FeatureModel, TreeModel):
         if self._understood != self.version:
             self._understand()
             self._understood = self.version
-        # Reapply our changes, because a look may have rebuilt modules.
+        # Apply our changes to the copy again, because updating the copy may have rebuilt its modules.
         if self._first_layers is not None:
             layers = layers_of(self.prepared)
             assert layers._modules is not layers_of(self.model)._modules, "only the copy loses layers"
@@ -318,7 +318,7 @@ class TransformersModel(FeatureModel, TreeModel):
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
         owners = (members if rows is None else rows[members]).unsqueeze(0)
         slots = torch.arange(int(at.amax()) + 1, device=at.device).unsqueeze(0)
-        # Without padding, a single row is read as usual.
+        # Drop columns that are padding in every row. A single row then has no padding, and attention reads it as usual.
         positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
         # Padding queries have an empty mask.
         seen = self._mask(positions, slots, (slots <= positions.unsqueeze(2)) & is_read.unsqueeze(2))
@@ -367,7 +367,9 @@ class TransformersModel(FeatureModel, TreeModel):
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        # A graph must not hold the prompts' lengths, because each batch has a new tensor.
+        # Compute these lengths only for rotary embeddings that depend on them, because the tensor of the prompts'
+        # lengths is another one in each batch, and a captured graph would keep it. Without such embeddings the argument
+        # is unused.
         with self.reading_at(self._lengths_at(positions) if self._rotaries else positions):
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
@@ -401,7 +403,8 @@ class TransformersModel(FeatureModel, TreeModel):
         """The model's argument `logits_to_keep` for the last `num_logits` logits of a forward; None = all."""
         if self._features is None or num_logits in (None, num_tokens):
             return num_logits or 0
-        # Given a number, Gemma 4 with shared keys skips the other tokens in its last layers, and their features.
+        # Pass indices: given a number, Gemma 4 with shared keys skips the other tokens in its last layers, and their
+        # features would be missing.
         return torch.arange(num_tokens - num_logits, num_tokens, device=self.device)
 
     def rounding_of(self, logits: Tensor) -> float:
@@ -438,7 +441,7 @@ class TransformersModel(FeatureModel, TreeModel):
             visible = visible_slots(positions, slot_positions, window, own_text)
             if not self._additive_mask:
                 return visible
-            # Eager attention adds the mask to its scores.
+            # Eager attention adds the mask to the scores.
             dtype = self.model.dtype
             return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 

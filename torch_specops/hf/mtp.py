@@ -22,7 +22,7 @@ from .cache import RaggedCache, cache_argument
 from .images import ImageTextModel, mrope_of
 from .models import TransformersModel
 
-# Config fields that give the number of these layers.
+# Config fields that give the number of MTP layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
 # From each tensor that holds a weight of all experts to its names in checkpoints that store experts separately.

@@ -192,7 +192,7 @@ def gated_delta_rule(
     if each channel has its decay (Kimi) -> output [A, S, H, Y], and a dummy that the module passes to
     `update_recurrent_state`."""
     num_heads, dtype = value.shape[2], query.dtype
-    # Stack them as [A, S, H, 2, X], so that one product with the state serves both.
+    # Stack key and query as [A, S, H, 2, X], so that one product with the state serves both.
     key_query = torch.stack([key, query], 3).float()
     key_query = key_query * torch.rsqrt((key_query * key_query).sum(-1, keepdim=True) + 1e-6)
     key_query = key_query.repeat_interleave(num_heads // key.shape[2], 2)

@@ -44,7 +44,7 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: a module keeps keys too, so it cannot read token by token.
     """
     modules = list(model.modules())
-    forwards = {kind: _keeps_a_state(kind) for kind in {*map(type, modules)}}
+    forwards = {kind: _forward_with_state(kind) for kind in {*map(type, modules)}}
     for module in modules:
         forward = forwards[type(module)]
         if forward is not None and KEEPS_KEYS in _names_in(forward):
@@ -53,8 +53,9 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
-    """The forward that keeps a state: the class's, or an inherited one that it may call; None = neither does."""
+def _forward_with_state(kind: type) -> Callable[..., Any] | None:
+    """The first forward along the MRO that calls a method in KEEPS_A_STATE; None = no forward does. A class's forward
+    may call an inherited one."""
     forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
     return next((each for each in forwards if KEEPS_A_STATE & _names_in(each)), None)
 
@@ -79,7 +80,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        # `store` copies it to the ring.
+        # `store` copies the state to the ring.
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
@@ -129,7 +130,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         for kind, index in found:
             state = getattr(self, kind)[index]
             if kind == "recurrent_states":
-                # Under autocast, states after a prompt may have 16 bits. Those of a step never do.
+                # Under autocast, states after a prompt may have 16 bits. States after a step never do.
                 state = state.to(torch.promote_types(state.dtype, torch.float32))
             ring = self.rings.get((kind, index))
             if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:
@@ -246,7 +247,7 @@ class StateReader:
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:
-            kept = _keeps_a_state(type(module))
+            kept = _forward_with_state(type(module))
             assert kept is not None
             self._code, self._names = code, list(inspect.signature(kept).parameters)[1:]
             self._cache_name = cache_argument(kept)

@@ -39,7 +39,8 @@ class Part:
 
         Raises:
             ValueError: the changed model is not supported.
-            RuntimeError: it no longer fits the cached sequences. Ignored before `start`, which forgets them.
+            RuntimeError: the changed model no longer fits the cached sequences. Before `start` the loop ignores this
+                error, because `start` drops the cached sequences.
         """
 
     def static_tensors(self) -> Sequence[Tensor] | None:

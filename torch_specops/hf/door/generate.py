@@ -286,7 +286,8 @@ def check_ensemble_weight(weight: float | None) -> None:
         )
 
 
-# Arguments that transformers prepares for its decoding loop. This loop ignores them, because it has a different cache.
+# Arguments that transformers prepares for its own loop. `_prompt_mask` lets them pass: our loop has its own cache, and
+# reads only `encoder_outputs`.
 _PREPARED = {*CACHE_NAMES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 

@@ -91,13 +91,14 @@ def tile_tokens(lead, tile, TILE: tl.constexpr):
 @triton.jit
 def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
     """The raw logits [TILE] of a tile, for a row whose boundary row_ptr - lead is a multiple of 16 bytes."""
-    # Widen in each branch, because widening after the branches would cost 16 more instructions (docs/performance.md).
     VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     base = tl.multiple_of(row_ptr - lead, 16)
     position = tile * TILE + tl.arange(0, TILE)
     end = lead + vocab_size
     if (tile * TILE >= lead) & (tile * TILE + TILE <= end):
         x = tl.load(base + position)
+        # Convert to float32 in each branch, because converting after the branches would cost 16 more instructions
+        # (docs/performance.md).
         if WIDEN:
             x = widen(x)
     else:

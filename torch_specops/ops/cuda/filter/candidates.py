@@ -20,7 +20,7 @@ def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
     chosen = chosen.to(tl.int32)
     own = tl.sum(chosen, 1)
     slot = count + tl.cumsum(own, 0) - own
-    # Scan only over N, because scans are slow. Within a row, use bits to count the chosen columns.
+    # Scan only over the rows i, because scans are slow. Within a row, use bits to count the chosen columns j.
     bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
     for column in range(WIDTH):
         bit = (bits >> column) & 1

@@ -142,9 +142,9 @@ def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """A key at or below the cut. Of the keys from the smallest to the largest maximum of a group, it is the highest for
-    which the entries below have at most the allowed amount. It is rounded down to the 8 significant bits of bfloat16.
-    If there is no such key, it is the lowest key of all."""
+    """A lower bound of the cut, as an `order_key`. Of the keys from the smallest to the largest maximum of a group, the
+    bound is the highest key for which the entries below have at most the allowed amount, rounded down to the 8
+    significant bits of bfloat16. If there is no such key, the bound is the lowest key of all."""
     STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
     low = lowest_key(DTYPE)
     if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:
