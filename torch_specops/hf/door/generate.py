@@ -196,8 +196,8 @@ class _CachedDecoder(NamedTuple):
     decoder: SpeculativeDecoder
 
 
-# Model -> its compiled decoder. The decoder runs a copy of the model, because a value that refers to its key would keep
-# the entry alive.
+# Model -> its compiled decoder. A freed model frees its decoder, because the dict holds its keys weakly. The decoder
+# runs a copy of the model: a decoder that refers to the model itself would keep it alive.
 _decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionary()
 
 
