@@ -50,7 +50,7 @@ class Batch:
         schedule: chooses the number of drafts.
         prompts: the first sequences. A row that is finished from the start is free.
         capacity: the number of slots of each row.
-        batch_rules: rules that look at all rows together and may end them; None = no such rules.
+        batch_rules: rules that look at all rows together and may end rows; None = no such rules.
         logits: receives the target's logits; None = they are not needed.
 
     Attributes:

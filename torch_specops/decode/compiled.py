@@ -118,8 +118,8 @@ class CompiledSteps:
 
     @property
     def max_forced(self) -> int:
-        """The largest number of forced tokens of a row in an eager step without a draft. For other steps it is 0: they
-        have no forced tokens beyond their K drafts."""
+        """The largest number of forced tokens of a row in an eager step without a draft. For other steps the number is
+        0, because these steps have no forced tokens beyond their K drafts."""
         return MAX_FORCED if self.draft is None and not self.compiled else 0
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
@@ -162,8 +162,8 @@ class CompiledSteps:
             self.draft.compile(key if is_compiled and not self.one_graph else None)
 
     def follow_models(self) -> bool:
-        """Forget the CUDA graphs if a model has changed since the last call. Returns whether one has changed. Compiled
-        pieces are kept, because their keys and torch's guards detect changes."""
+        """Forget the CUDA graphs if a model has changed since the last call. Returns whether a model has changed.
+        Compiled pieces are kept, because their keys and torch's guards detect changes."""
         versions = versions_of(self.target, self.draft)
         has_changed = versions != self._versions
         if has_changed:

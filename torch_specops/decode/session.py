@@ -32,9 +32,9 @@ class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
 
     With the same seed, a request gets the tokens that `generate` would give it alone, up to the rounding of the models.
-    With `verify="gumbel"` this is always so. With other ops it is so if the schedule is constant and the draft does not
-    learn from other sequences, as `SuffixLookup` would. An error of a model ends all requests and closes the session.
-    An error of one request is reported in its completion. Leaving a `with` block closes the session.
+    This always holds with `verify="gumbel"`. With other ops it holds if the schedule is constant and the draft does not
+    learn from other sequences, as `SuffixLookup` does. An error of a model ends all requests and closes the session. An
+    error of one request is reported in its completion. Leaving a `with` block closes the session.
 
     Examples:
         >>> import threading, transformers, torch_specops

@@ -43,8 +43,8 @@ class StepPlan:
         choose: on a CPU, chooses how many drafts of each row to verify. An eager step then reads no padding. A compiled
             step verifies the largest chosen number in all rows, and a compiled step of that size must be ready. None =
             verify all K.
-        prefill_length: the length of every row if the target has read nothing yet; None = it has read all but the
-            newest token.
+        prefill_length: the length of every row if the target has read nothing yet; None = the target has read all but
+            the newest token.
         on_logits: called with the target's logits [B, K+1, V].
     """
 

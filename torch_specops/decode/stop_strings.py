@@ -20,8 +20,8 @@ _lock = threading.Lock()
 
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
     """A rule that ends a sequence if one of these strings ends within its newest token, as in transformers'
-    `StopStringCriteria`. In contrast to that class, it makes no table of the vocabulary for each set of strings, and
-    the tokenizer need not know all letters.
+    `StopStringCriteria`. Unlike `StopStringCriteria`, the rule makes no table of the vocabulary for each set of
+    strings, and the tokenizer need not know all letters.
 
     Raises:
         ValueError: a tokenizer that does not say what a token adds to a text.

@@ -39,16 +39,16 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
     Args:
-        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around one, which is
-            read with its active adapter.
+        model: a `PreTrainedModel` with a language head, all on one device, or a `PeftModel` around one, which is read
+            with its active adapter.
 
     Raises:
         TypeError: `model` is not a transformers model.
         ValueError: the model cannot be rolled back (states outside of transformers' cache, indexed attention), has no
             language head, or is offloaded or on several devices; its attention implementation takes no mask; a
             `forward` set on one of its modules may run modules in training mode; it is an encoder-decoder model other
-            than Whisper and T5; or its family is untested, and it does not take a cache and masks, or gives other
-            logits with them than without.
+            than Whisper and T5; or the model's family is untested, and the model does not take a cache and masks, or
+            gives other logits with a cache and masks than without.
     """
     model = unwrapped(model)
     if model.config.is_encoder_decoder:
@@ -105,7 +105,7 @@ class _Check:
 
 def _architecture(model: PreTrainedModel) -> Hashable:
     """A key that is equal for models whose forwards differ in their weights only: the classes of the modules, the
-    configs, and the types, dtypes and devices of the weights. It holds no reference to the model."""
+    configs, and the types, dtypes and devices of the weights. The key holds no reference to the model."""
     settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
     weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
     return tuple(map(type, model.modules())), settings, weights
@@ -118,7 +118,8 @@ def _check(adapter: TransformersModel) -> Reading:
     """Compare the logits of reads through the cache, a rollback included, with those of a forward without a cache. The
     lengths at which the model changes (THRESHOLDS) are lowered, so that a few tokens cross them.
 
-    Returns how to read the model. If only reads beyond such a length are wrong, its `max_length` is that length.
+    Returns how to read the model. If only reads beyond one of these lengths are wrong, the returned `max_length` is
+    that length.
 
     Raises:
         ValueError: the logits differ even below these lengths, or the model does not take a cache and masks.
@@ -169,7 +170,8 @@ def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str 
 def _difference(
     adapter: TransformersModel, lowered: list[str], use_spans: bool, supports_spans: bool = True
 ) -> tuple[float, float]:
-    """The largest difference between the logits, and the largest that rounding explains."""
+    """The largest difference between the logits of reads through the loop's cache and those of transformers, and the
+    largest difference that rounding explains."""
     # Use another adapter, because `_lower` changes the configs of its copy.
     reading = Reading(supports_spans, adapter.max_length, adapter.limited_by)
     adapter = type(adapter)(adapter.model, check=lambda adapter: reading)
@@ -203,8 +205,8 @@ def _difference(
 
 
 def _lower(adapter: TransformersModel, names: list[str]) -> None:
-    """Set these fields to LOWERED, in the configs and modules of the adapter's copy of the model. Nothing restores
-    them, because the adapter is used for one comparison only."""
+    """Set the fields with these names to LOWERED, in the configs and modules of the adapter's copy of the model.
+    Nothing restores them, because the adapter is used for one comparison only."""
     for config in adapter._copy.newest.configs:
         rope = getattr(config, "rope_parameters", None) or {}
         for fields in (vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))):

@@ -67,8 +67,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
-    """If a config uses "sdpa", replace it by `grouped_attention` if its query heads are grouped or the model gets
-    spans. Otherwise set it back to "sdpa"."""
+    """In a config with "sdpa", select `grouped_attention` if query heads are grouped or the model gets spans. Otherwise
+    select "sdpa" again."""
     # In a heterogeneous model, each layer may have a different number of heads, which the config does not show.
     is_grouped = use_spans or getattr(config, "is_heterogeneous", False)
     if not is_grouped:

@@ -148,11 +148,11 @@ class FeatureBuffer(RowState):
     """The inputs of a model's layers with the indices `layers`, in a buffer with a fixed address and shape. The index
     after the last layer selects the output of the final norm.
 
-    A forward writes it like the cache: the feature of the token at position j is in slot j.
+    A forward writes the buffer like the cache: the feature of the token at position j is in slot j.
 
     Attributes:
         values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
-        cache: the cache whose slots and rows it uses; set before a forward.
+        cache: the cache whose slots and rows the buffer uses; set before a forward.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:

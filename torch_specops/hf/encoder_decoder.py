@@ -20,10 +20,10 @@ from .models import Seen, TransformersModel
 
 
 class EncoderDecoderModel(TransformersModel):
-    """A transformers model whose decoder attends to an encoder (Whisper, T5). Its tokens are the decoder's.
+    """A transformers model whose decoder attends to an encoder (Whisper, T5). Tokens are the decoder's tokens.
 
-    The encoder runs once, in `start`. The first forward computes the keys and values of its output and keeps them. A
-    draft with the same encoder, or without an encoder, reads the target's encoder output.
+    The encoder runs once, in `start`. The first forward computes the keys and values of the encoder's output and keeps
+    them. A draft with the same encoder, or without an encoder, reads the target's encoder output.
     """
 
     # The encoder's output if it has already run; `start` then does not run it.
@@ -86,8 +86,8 @@ class EncoderDecoderModel(TransformersModel):
         return draft
 
     def _take_encoded(self, inputs: Mapping[str, Tensor] | None) -> bool:
-        """Use the target's encoder output if it is for these inputs, and return whether it is: another decoder may have
-        replaced it."""
+        """Use the target's encoder output if it belongs to these inputs. Returns whether it does, because another
+        decoder may have replaced the output."""
         other = self._encodes_for_us
         if other is None or other._encoded.states is None or other._inputs is not inputs:
             return False

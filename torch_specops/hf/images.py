@@ -280,8 +280,8 @@ class ImageTextModel(TransformersModel):
 
 
 class HybridImageModel(ImageTextModel, HybridModel):
-    """An image-text model in which some layers keep a state (Qwen3.5). It reads each prompt alone, because no token
-    after a prompt may be read together with it."""
+    """An image-text model in which some layers keep a state (Qwen3.5). The model reads each prompt alone, because no
+    token after a prompt may be read together with the prompt."""
 
     def _read_prompts(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int

@@ -62,16 +62,16 @@ class TransformersModel(FeatureModel, TreeModel):
 
     Attributes:
         model: the user's model.
-        prepared: its copy in evaluation mode, updated by `look` and by `start`.
+        prepared: the copy of the model in evaluation mode, updated by `look` and by `start`.
         eager_because: the caller's reason not to compile; None = no reason.
-        max_length: the most tokens that it can read or was made for; None = any number.
+        max_length: the most tokens that the model can read or was made for; None = any number.
         limited_by: the reason for `max_length`; None = the number of its positions.
-        reads_beyond: True = it was made for `max_length` tokens but can read more.
+        reads_beyond: True = the model was made for `max_length` tokens but can read more.
         supports_spans: True = attention may get spans of slots or packed rows, because the model uses transformers'
             "sdpa".
-        not_compiled: the reason why its forward cannot be compiled; None if it can.
+        not_compiled: the reason why the forward cannot be compiled; None = it can.
         reads_rows: True = `forward` can read a subset of the rows.
-        reads_inputs: True = it reads the input of an encoder besides the tokens.
+        reads_inputs: True = the model reads the input of an encoder besides the tokens.
         use_spans: False = attention always gets a mask over the whole cache.
 
     Raises:
@@ -115,8 +115,8 @@ class TransformersModel(FeatureModel, TreeModel):
         self._begin()
 
     def look(self) -> None:
-        """Apply changes of the user's model to the copy: classes, configs, modules, hooks and attributes. If `start`
-        comes next, it does not look again.
+        """Apply changes of the user's model to the copy: classes, configs, modules, hooks and attributes. If
+        `start` is the next call, `start` does not look again.
 
         Raises:
             ValueError: the model cannot be read any more (`language_model`).
@@ -307,8 +307,8 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def packs_rows(self) -> bool:  # type: ignore[override]
-        """Whether `forward_packed` gives the logits of `forward`. It needs our attention; all other modules work token
-        by token."""
+        """Whether `forward_packed` gives the logits of `forward`. Packed rows need our attention; all other modules
+        work token by token."""
         return self.supports_spans
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -30,13 +30,13 @@ EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 
 
 class Layout(NamedTuple):
-    """How a family names the weights of MTP layer k, which is layer n of the model, and how it uses them.
+    """How a family names the weights of MTP layer k, which is layer n of the model, and how it uses the weights.
 
     Args:
         root: the prefix of all names.
         parts: the next part of the names, for each of `PARTS`. Weights without a layer number are shared.
         hidden_first: the projection reads the hidden state before the embedding.
-        repeats_raw: if the last layer reads its own output, it reads it before the norm (as in vLLM).
+        repeats_raw: True = a last layer that reads its own output gets this output before the norm (as in vLLM).
     """
 
     root: str
@@ -121,7 +121,7 @@ class MtpHead(nn.Module):
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The output of a layer [A, n, H], before and after its norm, from hidden states [A, n, H] at positions [A, n]
-        and the tokens [A, n] that are index + 1 positions later. It attends to the first `width` slots."""
+        and the tokens [A, n] that are index + 1 positions later. The layer attends to the first `width` slots."""
         layer: Any = self.layers[index]
         places, kind = positions + index + 1, self._types[index]
         read = layer.fuse(target.embed(tokens).to(hidden.dtype), hidden)
@@ -230,8 +230,8 @@ def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
 
 
 def _take_copies(roots: Iterable[str], given: dict[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
-    """Remove copies of the target's weights, because the target's are used. They must be equal, but values are not
-    compared if the target is quantised."""
+    """Remove copies of the target's weights, because the target's are used. The copies must be equal to the target's
+    weights, but values are not compared if the target is quantised."""
     modules: dict[str, Any] = {"embed_tokens": model.get_input_embeddings()}
     modules["shared_head.head"] = model.get_output_embeddings()
     for root, rest in product(roots, modules):

@@ -137,8 +137,8 @@ class StepStates:
 
 
 def step_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A function that calls the module's forward for all tokens of a step at once; None = its recurrence is not
-    supported here. The function takes a `StepStates` and the keyword arguments of the module's forward except the
+    """A function that calls the module's forward for all tokens of a step at once; None = the module's recurrence is
+    not supported here. The function takes a `StepStates` and the keyword arguments of the module's forward except the
     cache. The module and its class do not change.
     """
     forward = inspect.unwrap(type(module).forward)

@@ -65,8 +65,8 @@ def _names_in(forward: Callable[..., Any]) -> set[str]:
 
 
 class StateLayer(RaggedLayer, LinearAttentionLayer):
-    """The keys and values of a layer and the rings of its states, if it has them. Between `load` and `store`, the
-    states of one token are where transformers' layer keeps them. Several modules may share a layer."""
+    """The keys and values of a layer, and the rings of its states if the layer keeps states. Between `load` and
+    `store`, the states of one token are where transformers' layer keeps them. Several modules may share a layer."""
 
     def __init__(self, cache: StateCache, num_states: int) -> None:
         RaggedLayer.__init__(self, cache)
@@ -190,7 +190,8 @@ class StateCache(RaggedCache):
 
     @contextmanager
     def beginning(self, rows: Tensor | None) -> Iterator[None]:
-        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of them."""
+        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of any of
+        these rows."""
         # Decode steps have no unread rows, so they do not wait for the device.
         if self._unread:
             members = set(range(self.batch) if rows is None else rows.tolist())
@@ -243,7 +244,7 @@ class StateReader:
         self._code: Any = None
 
     def attach(self) -> None:
-        """Replace the module's forward. Called after a look has rebuilt its class and attributes."""
+        """Replace the module's forward. Called after a look has rebuilt the class and the attributes of the module."""
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:

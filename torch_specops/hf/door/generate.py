@@ -66,8 +66,8 @@ def custom_generate(
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
         logits_processor: any processors. With a draft, they must not depend on earlier calls. Most processors are
-            converted to `SamplingParams`. If a processor has no equivalent there, it and others are called as
-            transformers would call them, and the steps are not compiled.
+            converted to `SamplingParams`. If a processor has no equivalent in `SamplingParams`, this processor and
+            others are called as transformers would call them, and the steps are not compiled.
         stopping_criteria: any criteria. A row ends with the token for which a criterion returns True. Criteria other
             than lengths, eos tokens, stop strings and times are called as transformers would call them: once per token,
             with all rows, and with scores if requested.
@@ -97,10 +97,10 @@ def custom_generate(
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
-        object with these `sequences` and with `stats`. It also has `scores` and `logits` if the config requests them.
-        As in transformers, each holds one [B, V] float32 tensor per new token: logits before processors, scores after
-        them. Rows that have ended contain NaN. Each takes B x L x V x 4 bytes, and steps that keep them are not
-        compiled.
+        object with these `sequences` and with `stats`. The object also has `scores` and `logits` if the config requests
+        them. As in transformers, both hold one [B, V] float32 tensor per new token: logits before processors, scores
+        after processors. Rows that have ended contain NaN. Scores and logits take B x L x V x 4 bytes each, and steps
+        that keep them are not compiled.
 
     Raises:
         NotImplementedError: an unsupported argument. These are a generation mode other than greedy decoding, sampling

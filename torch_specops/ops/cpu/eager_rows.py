@@ -80,7 +80,7 @@ def integers(values: Sequence[int]) -> Tensor:
 
 
 def floats(values: Sequence[float]) -> Tensor:
-    """[N] float32, N > 0."""
+    """A tensor [N] float32, N > 0."""
     return torch.frombuffer(array("f", values), dtype=torch.float32)
 
 

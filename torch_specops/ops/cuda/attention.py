@@ -1,8 +1,8 @@
 """`specops::attend` on CUDA: several programs share the slots of a row, and a second kernel combines their results.
 
-Bytes: 2 * H * D * s per slot that a query of the row attends to, with s bytes per entry. They are read once for all
-queries and query heads of a group. Scratch: 4 * (D + 2) bytes for each query, head and part, written and read once. Two
-launches:
+Bytes: 2 * H * D * s per slot that a query of the row attends to, with s bytes per entry. These bytes are read once for
+all queries and query heads of a group. Scratch: 4 * (D + 2) bytes for each query, head and part, written and read once.
+Two launches:
 1. `attend_kernel`, one program per (row, key head, part): for each query of the group, the maximum score, the sum of
    exponentials, and the weighted sum of values over the slots of this part. The slots of each row are divided evenly on
    the device, because the host does not know the row's length.

@@ -41,9 +41,9 @@ def amounts(x, is_mass, scaling):
 @triton.jit
 def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
     """List the entries with keys low .. high - 1 in the order of token ids, without the first `skipped` of them, as
-    long as there is room. Returns the number of entries with these keys, including those not listed. If `summed`, it
-    also returns their total amount and the total amount of entries with higher keys. Reads only one in `every` pieces
-    of the row."""
+    long as there is room. Returns the number of entries with these keys, including those not listed. If `summed`, also
+    returns the total amount of these entries and the total amount of entries with higher keys. Reads only one in
+    `every` pieces of the row."""
     part_ptr, shift, num_pieces = parts
     row_ptr, stride_v, lead, vocab_size = row
     token_ptr, value_ptr, room = held

@@ -1,8 +1,8 @@
-"""The second kernel of the search for a row's bounds (`bounds.py`). It searches in keys (`keys.py`).
+"""The second kernel of the search for a row's bounds (`bounds.py`). The search works on keys (`keys.py`).
 
 `group_kernel` reduces groups of entries (`groups.py`). `cut_kernel` uses the results to find the cut:
 1. `lowest_candidate` bisects the keys with the maxima of groups, and for top-p also with their sums. The cut is at the
-   key that it finds, or above. Parts of groups whose maximum is below this key are not read again.
+   key that is found, or above. Parts of groups whose maximum is below this key are not read again.
 2. `collect` lists the tokens at that key or above (`candidates.py`). If the list has not enough room, `find_window`
    narrows the range of keys: to those that a sample shows to be likely (`likely_keys`), or by half.
 3. `bisect_cut` bisects the remaining keys with the entries of the list: first for top-k, then for top-p of the tokens
