@@ -95,7 +95,7 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
 
     Args:
         tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, which is converted in about half a
-            second. For several sequences, convert it once with `llguidance.hf.from_tokenizer`.
+            second. For several sequences, convert the tokenizer once with `llguidance.hf.from_tokenizer`.
         grammar: as `llguidance.LLMatcher` takes it, for example from `LLMatcher.grammar_from_json_schema`.
 
     Raises:

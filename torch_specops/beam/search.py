@@ -140,7 +140,7 @@ def beam_search(
     if readable is not None and int(state.lengths.max()) > readable:
         draft_model = None
     new_tokens = (state.limits - state.lengths).to(model.device)
-    # With one beam, the first eos ends the search, as in greedy decoding.
+    # With one beam, stop at the first eos, as greedy decoding does.
     scorer = BeamScorer(
         num_beams, new_tokens, state.eos.to(model.device), float(length_penalty), num_beams == 1 or early_stopping
     )

@@ -147,8 +147,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
         return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
-        # transformers drafts exactly one token with each MTP layer, so it can be compared only if K is the number of
-        # layers.
+        # transformers drafts exactly one token with each MTP layer, so it can take part in the comparison only if K is
+        # the number of layers.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
         mtp = MTP.from_pretrained(target)
         return Models(target, mtp, lambda count: {"use_mtp": True} if count == depth else None)

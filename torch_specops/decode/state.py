@@ -122,9 +122,9 @@ class Texts:
 
     def __init__(self) -> None:
         self._texts: dict[int, DecodeState] = {}
-        # Whether the newest state has the sampling parameters of exactly these sequences.
+        # Whether the newest state has the sampling parameters of exactly the sequences in `_texts`.
         self._is_fitted = True
-        # The sizes of the newest state, and the sizes of compiled steps.
+        # The sizes of the newest state, and of the newest compiled state.
         self._sizes: Sizes = {}
         self._compiled_sizes: Sizes = {}
 

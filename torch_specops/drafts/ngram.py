@@ -24,8 +24,8 @@ class NGram(DraftSource):
     step included.
 
     Without probabilities, the proposal is the most frequent continuation (among equals the lowest token), and
-    `Draft.logits` is None. With probabilities, it is drawn in proportion to the counts: the logits are the logs of the
-    counts, and -inf for every token that did not follow the context.
+    `Draft.logits` is None. With probabilities, the proposal is drawn in proportion to the counts: the logits are the
+    logs of the counts, and -inf for every token that did not follow the context.
 
     Memory: a text of N tokens has at most N contexts of each length. Without probabilities, a context takes 12 bytes.
     With probabilities, it takes 16 bytes, and 8 bytes for each of its continuations, of which there are at most

@@ -21,7 +21,8 @@ from .rereading import OTHER_ROTARY, RereadingModel
 from .rotary import rereads_at
 from .states import state_modules
 
-# Slots of the check's cache. Some models hard-code a window (256 tokens in GPT-Neo), and the cache must exceed it.
+# Slots of the check's cache. Some models hard-code a window (256 tokens in GPT-Neo), and the cache must exceed this
+# window.
 CAPACITY = 512
 # Config fields that give the sequence length at which a model changes its attention window or its rotary embedding.
 THRESHOLDS = (
@@ -172,8 +173,8 @@ def _difference(
 ) -> tuple[float, float]:
     """The largest difference between the logits of reads through the loop's cache and those of transformers, and the
     largest difference that rounding explains."""
-    # Use another adapter, because `_lower` changes the configs of its copy.
     reading = Reading(supports_spans, adapter.max_length, adapter.limited_by)
+    # Use another adapter, because `_lower` changes the configs of an adapter's copy.
     adapter = type(adapter)(adapter.model, check=lambda adapter: reading)
     device = adapter.device
     # The tokens are 0, 5, 3, 1, ..., and repeat after seven, as tokens of real sequences do.

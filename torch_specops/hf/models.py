@@ -343,7 +343,7 @@ class TransformersModel(FeatureModel, TreeModel):
             if use_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
             elif self._sees_all and cache.first == width - 1:
-                # Each row has one token, at the last slot that is read.
+                # Each row has one token, at the last slot that is read, so the token sees all these slots.
                 seen = ALL_SEEN
             else:
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))

@@ -25,7 +25,7 @@ from .models import TransformersModel
 # Config fields that give the number of MTP layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
-# From each tensor that holds a weight of all experts to its names in checkpoints that store experts separately.
+# Maps each tensor that holds a weight of all experts to its names in checkpoints that store experts separately.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -133,7 +133,7 @@ class MtpHead(nn.Module):
         if mrope_of(target.prepared) is not None:
             grid = places.expand(3, -1, -1)
             if isinstance(target, ImageTextModel):
-                # Add the offsets of the hidden states, so that their distances stay as in the model.
+                # Add the offsets of the hidden states, so that the distances between positions stay as in the model.
                 grid = grid + target.offsets_at(positions, None if rows is None else rows.unsqueeze(1))
         # Each kind of layer may have different angles.
         kinds = [kind] if kind in self.config.rope_parameters else []
@@ -206,7 +206,7 @@ def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
         before, is_counted_on = (layout.root + layout.parts[-1]).partition("{")[0], "{n}" in layout.root
         first = text.num_hidden_layers if is_counted_on else 0
         tried.append(layout.root.format(k=0, n=first) + "*")
-        # If the model is part of another model, names begin with its name.
+        # If the text model is part of another model, names begin with the text model's name.
         pattern = re.compile(rf"(|.*?\.){re.escape(before)}(\d+)\.")
         numbered = {int(match[2]) - first: match[1] for name in names if (match := pattern.match(name))}
         prefixes = {layer: prefix for layer, prefix in numbered.items() if layer >= 0}

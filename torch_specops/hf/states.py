@@ -192,7 +192,7 @@ class StateCache(RaggedCache):
     def beginning(self, rows: Tensor | None) -> Iterator[None]:
         """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of any of
         these rows."""
-        # Decode steps have no unread rows, so they do not wait for the device.
+        # Decode steps have no unread rows, so they skip `tolist`, which waits for the device.
         if self._unread:
             members = set(range(self.batch) if rows is None else rows.tolist())
             self.begins_texts = members <= self._unread
@@ -284,7 +284,7 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
         arguments[reader._names[0]] = hidden[:, index : index + 1]
         outputs.append(reader._read_whole(**arguments))
         layer.store(reader._states, rows, (positions[:, index] + 1) % num_slots)
-    # A compiled region must not leak tensors.
+    # Drop the last states, because a compiled region must not leak tensors.
     layer.forget()
     return _joined(outputs)
 

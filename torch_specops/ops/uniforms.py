@@ -62,7 +62,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
         torch.Size([2, 2])
     """
-    # Check here, because the dispatcher would convert wrong arguments, or raise an error that does not name them.
+    # Check here, because the dispatcher would convert wrong arguments, or raise an error that does not name the
+    # argument.
     for name, tensor in (("seeds", seeds), ("positions", positions)):
         check_tensor(name, tensor, expected="an int64 tensor [B]")
     if not is_int(n):

@@ -235,7 +235,7 @@ _heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any
 def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
     """Create the draft from a DFlash drafter, or from the model's MTP layers if there is no drafter."""
     networks, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
-    # Compare the versions of the weights, because loading other weights into the drafter increments them.
+    # Compare the versions of the weights, because loading other weights into the drafter increments the versions.
     versions = () if drafter is None else tuple(weight._version for weight in drafter.parameters())
     source, text = drafter or model.config.name_or_path, model.config.get_text_config()
     made_for = source, versions, model.device, model.dtype, text._attn_implementation, text.vocab_size
@@ -309,7 +309,7 @@ def _prompt_mask(
             "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
             "expected pixel_values, and of a model whose images it reads (docs/models.md)"
         )
-    # PEFT passes `adapter_names` to its layers through forward hooks, so they are not among the arguments here.
+    # PEFT passes `adapter_names` to its layers through forward hooks, so the names are not among the arguments here.
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
         raise NotImplementedError(
