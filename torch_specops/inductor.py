@@ -20,8 +20,8 @@ because the lse was computed from the quotient.
 
 The pass does not absorb operations whose result has other users, divisors per token, and casts to a narrower dtype. It
 also does not absorb an operation if its input or its divisor is written to before the op reads it. The pass absorbs
-nothing before `filter_logits`, which returns logits in the dtype and scale of its input. On a CPU, Inductor fuses most of these
-operations into the op's code, so the pass saves little except before an op with filters.
+nothing before `filter_logits`, which returns logits in the dtype and scale of its input. On a CPU, Inductor fuses most
+of these operations into the op's code, so the pass saves little except before an op with filters.
 """
 
 from __future__ import annotations

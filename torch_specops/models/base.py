@@ -210,9 +210,9 @@ class FeatureModel(LanguageModel):
         features: [B, capacity, len(layers) * H], the layers side by side: slot j has the feature of the token that was
             last read at position j. The tensor stays the same as long as batch and capacity do.
         embed: a method or a module: the embeddings [B, n, H] of tokens [B, n].
-        embeddings: [V, H], their weights, before any scale or norm. Only DFlash needs them.
+        embeddings: [V, H], the weights of `embed`, before any scale or norm. Only DFlash needs these weights.
         head: a method or a module: logits [B, n, V] in the dtype of `forward`, from the head's input [B, n, H]. DFlash
-            and MTP need it.
+            and MTP need the head.
     """
 
     num_layers: int

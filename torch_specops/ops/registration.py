@@ -15,8 +15,8 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-# Name of an op -> the function that runs it. Tests that replace CUDA tensors by other objects call it directly, because
-# the dispatcher would refuse these objects.
+# Name of an op -> the function that runs it. Tests that replace CUDA tensors by other objects call the function
+# directly, because the dispatcher would refuse these objects.
 bodies: dict[str, Callable[..., Any]] = {}
 
 

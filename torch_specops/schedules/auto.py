@@ -17,8 +17,8 @@ from .costs import DRAFT_COST, StepCosts
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
 # Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
-# The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose it too. It begins
-# with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
+# The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose the reserve too.
+# It begins with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
 FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
 # For looked-up drafts, PRIORS[n] is the prior probability that a draft is right after a match of n tokens. The prior
 # weighs as much as WEIGHT drafts. The weight of earlier drafts decays by MEMORY with each draft.

@@ -326,8 +326,8 @@ def verify_block(args: VerifyArguments, *, tile: int | None = None) -> tuple[Ten
 
     values = exact_values(args, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
-    # If there would be few programs, launch one per position; otherwise each program loops over the positions of a
-    # sequence.
+    # If there would be few programs, launch a program for each position. Otherwise each program loops over the
+    # positions of a sequence.
     parallel_rows = num_drafts if launch.tiles_per_program(batch * num_tiles * num_drafts) == 1 else 1
     tiles_per_program = launch.tiles_per_program(batch * num_tiles * parallel_rows)
     values |= {

@@ -325,9 +325,9 @@ def pick_token(weight, v, threshold):
 
 @triton.jit
 def is_last_program(count_ptr, num_programs):
-    """True in the program of a group that calls this last; it can read what the others stored. Each program increments
-    the count, which is 0 before the first call and after the last. This works only for scalars that are stored by the
-    thread that increments the count."""
+    """True in the program of a group that calls this function last. That program can read what the others stored. Each
+    program increments the count, which is 0 before the first call and after the last. This works only for scalars that
+    are stored by the thread that increments the count."""
     # The barrier waits for the stores of the other threads. The atomic orders memory accesses before and after it, and
     # Triton adds a barrier after it.
     tl.debug_barrier()

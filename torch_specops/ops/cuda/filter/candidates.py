@@ -1,4 +1,10 @@
-"""Build and search the list of a row's candidates: the entries that may be at the cut or above it."""
+"""Build and search the list of a row's candidates: the entries that may be at the cut (the lowest logit that is kept)
+or above it. Entries are compared by their keys (`keys.py`).
+
+Four arguments are tuples: `held` is the list (token ids, logits, and `room`, the most entries that it holds), `row` the
+row (pointer, stride, lead, vocabulary size), `parts` the parts of the row to read (their indices, log2 of the pieces
+per part, the number of pieces), and `scaling` the largest scaled logit with 1 / T.
+"""
 
 import triton
 import triton.language as tl

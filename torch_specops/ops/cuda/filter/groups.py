@@ -132,9 +132,10 @@ def total(x):
 
 @triton.jit
 def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """An upper bound of the total amount of entries below the key `bound`. A group whose maximum is below counts
-    completely. In any other group, at most GROUP - 1 entries are below; their amount is at most that of the group
-    without its maximum, and at most GROUP - 1 times the weight of the key."""
+    """An upper bound of the total amount of entries below the key `bound`. `groups` holds for each group its maximum,
+    its amount, and its amount without the maximum. A group whose maximum is below counts completely. In any other
+    group, at most GROUP - 1 entries are below; their amount is at most that of the group without its maximum, and at
+    most GROUP - 1 times the weight of the key."""
     top, amount, rest = groups
     x = key_value(bound, DTYPE)
     return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
