@@ -14,6 +14,7 @@ import pytest
 import torch
 from gpu_suite import no_synchronisation, size
 from tiny_dflash import trained_drafter
+from tiny_dspark import DSPARK, new_head
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
@@ -67,6 +68,8 @@ def decoder(
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
     if kind == "block":
         draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
+    if kind == "markov":
+        draft = DFlash(new_head(DSPARK | {"markov_head_type": "rnn"}).to(device, dtype), confidence=0.3)
     if kind == "mtp":
         draft = MTP.from_pretrained(model.to(device))
     settings = {"num_draft_tokens": NUM_DRAFTS, "schedule": "constant", "sampling": MIXED} | options
@@ -97,9 +100,9 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     [
-        *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "mtp", "hybrid")),
+        *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "markov", "mtp", "hybrid")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
-        *((kind, PROCESSED) for kind in ("model", "head", "block", "mtp")),
+        *((kind, PROCESSED) for kind in ("model", "head", "block", "markov", "mtp")),
     ],
 )
 def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: SamplingParams) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_dflash
+import tiny_dspark
 import tiny_eagle3
 import torch
 import transformers
@@ -91,6 +92,7 @@ KINDS: dict[str, tuple[Callable[[], SpeculativeDecoder], dict[str, Any]]] = {
     **{name: (partial(llama, draft), TEXT) for name, draft in OVER_MODELS.items()},
     "eagle 3": (partial(llama, lambda family: Eagle3(tiny_eagle3.new_head())), TEXT),
     "dflash": (partial(llama, lambda family: DFlash(tiny_dflash.new_head())), TEXT),
+    "dspark": (partial(llama, lambda family: DFlash(tiny_dspark.new_head(tiny_dspark.DSPARK), confidence=0.3)), TEXT),
     "suffix lookup": (partial(llama, lambda family: SuffixLookup(min_ngram=1)), TEXT),
     "mtp": (mtp, TEXT),
     "hybrid": (hybrid, TEXT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from torch_specops.drafts import DFlash
-from torch_specops.drafts.dflash_head import DFlashHead, read_drafter_config
+from torch_specops.drafts.dflash_files import read_drafter_config
+from torch_specops.drafts.dflash_head import DFlashHead
 
 MASK, BLOCK = VOCAB - 1, 9
 # The tiny models have two layers; what the second one gives goes through the last norm.
@@ -91,8 +92,14 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def block_states(raw: dict[str, Any], weights: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
-    """What the target's head gets of a block [n, H] of embeddings, after features [N - 1, F * H] of a text."""
+def block_states(
+    raw: dict[str, Any],
+    weights: dict[str, Tensor],
+    features: Tensor,
+    block: Tensor,
+    is_seen: Callable[[dict[str, Any], int, Tensor, Tensor], Tensor] = is_seen,
+) -> Tensor:
+    """What the head gets of a block [n, H] of embeddings, after features [N - 1, F * H] of a text."""
     eps, theta = raw.get("rms_norm_eps", 1e-6), raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
     text = norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     places = torch.arange(len(text) + len(block))
@@ -179,10 +186,10 @@ def _over_both(context: tuple[Tensor, Tensor], seen: Tensor, queries: Tensor, ke
 class Recorder(DFlash):
     """Keeps the text, its length and the logits of every step."""
 
-    def _logits(self, tokens: Tensor, ends: Tensor, *rest: Any) -> Tensor:
-        logits = super()._logits(tokens, ends, *rest)
+    def _read_block(self, tokens: Tensor, ends: Tensor, *rest: Any) -> Any:
+        logits, *others = super()._read_block(tokens, ends, *rest)
         self.seen.append((tokens.clone(), ends[:, 0].tolist(), logits))
-        return logits
+        return logits, *others
 
     def start(self, *arguments: Any) -> None:
         super().start(*arguments)

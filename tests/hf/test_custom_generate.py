@@ -334,10 +334,13 @@ def test_a_drafter_of_transformers_is_read_once(monkeypatch: pytest.MonkeyPatch)
     draft = kept.decoder.draft
     assert isinstance(draft, DFlash) and draft.head.fc.weight.data_ptr() == muse.encoder.fc.weight.data_ptr()
     assert torch.equal(ours(target, **batch, assistant_model=DFlash(draft.head), speculation_type="dflash"), expected)
+    # The same network, sampled, is another draft.
+    output = ours(target, **batch, **(options | {"assistant_model": DFlash(draft.head, sampled=True)}), compile=True)
+    assert torch.equal(output.sequences, expected) and _decoders[target].decoder is not kept.decoder
     assert len(ours(target, **batch, **options, num_draft_tokens=2).stats.accepted_at) == 2
     with pytest.raises(ValueError, match="num_draft_tokens: this draft has at most 8 tokens per step, got 9"):
         ours(target, **batch, **options, num_draft_tokens=9)
-    with pytest.raises(ValueError, match=r"config: expected architectures .* got None and 'llama'"):
+    with pytest.raises(ValueError, match=r"config: expected architectures .* got None, None and 'llama'"):
         ours(target, **batch, assistant_model=tiny("llama"), speculation_type="dflash")
 
 

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from tiny_dflash import new_head as new_drafter
+from tiny_dspark import DSPARK
+from tiny_dspark import new_head as new_dspark
 from tiny_eagle3 import new_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
@@ -79,6 +81,7 @@ DRAFTS: dict[str, Callable[[], Any]] = {
     "over attention": lambda: HierarchicalDraft(tiny("llama", seed=3), draft()),
     "eagle 3": lambda: Eagle3(new_head()),
     "dflash": lambda: DFlash(new_drafter(num_target_layers=None)),
+    "dspark": lambda: DFlash(new_dspark(DSPARK), confidence=0.3),
     "token map": lambda: TokenMap(draft(), torch.where(torch.arange(VOCAB) % 3 == 0, -1, torch.arange(VOCAB)), 5),
 }
 

@@ -47,8 +47,8 @@ Draft = Annotated[
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
-        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{DFLASH}FOLDER' is a DFlash drafter for it; "
-        f"'{OWN_MTP}' are the MTP layers in the target's checkpoint; '{INT8}' is a quantised "
+        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{DFLASH}FOLDER' is a DFlash or DSpark drafter for "
+        f"it; '{OWN_MTP}' are the MTP layers in the target's checkpoint; '{INT8}' is a quantised "
         f"copy of the target (needs torchao); '{LOOKUP_ELSE}NAME' copies where four tokens match, and uses the draft "
         "NAME elsewhere; or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",

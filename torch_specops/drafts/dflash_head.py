@@ -1,42 +1,16 @@
-"""The network of a DFlash drafter (Chen et al. 2026, arXiv:2602.06036), and a reader of two published layouts.
-
-z-lab's layout and transformers' Muse Glimmer assistant differ in the names of two weights, in the place of the config's
-fields, and in a window of w tokens. In z-lab's, a token attends to itself, to w - 1 tokens before it, and to w - 1
-after it if `is_causal` is False. In Muse's, it attends to w tokens before it, and to w after it unless `is_causal` is
-True.
-"""
+"""The network of DFlash and DSpark drafters (Chen et al. 2026, arXiv:2602.06036; DeepSeek-AI 2026, DeepSpec)."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
-from .layers import (
-    Attention,
-    DecoderLayer,
-    LayerConfig,
-    Norm,
-    check_known,
-    joined,
-    layer_ids,
-    layer_kinds,
-    layer_sizes,
-    number_of,
-    rope_frequencies,
-    rotation,
-    size_of,
-)
-
-MUSE = "muse_glimmer_assistant"
-MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-FIELDS = {"block_size", "mask_token_id", "target_layer_ids"}
-FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+from .layers import Attention, DecoderLayer, LayerConfig, Norm, rope_frequencies, rotation, spread_logits
+from .markov import ConfidenceHead, MarkovHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +19,20 @@ class DFlashConfig(LayerConfig):
 
     Args:
         block_size: the tokens of a block: the newest token and the masks after it.
+        first_place: the place in the block that gives the first draft: 0 = the newest token's, 1 = the first mask's.
         mask_token_id: the target's token that stands for a mask.
         feature_layers: the target's layers whose inputs are the features.
         sees: for each layer, how many tokens before and after itself a token attends to, up to the block's end; None =
             all.
+        window_of_block: the tokens before are counted from the block's first token, for every token of the block.
+        reads_last_norm: the feature of layer L of L is the state after the last norm; False = before it, which no
+            target keeps.
         vocab_size, num_target_layers: the target's; None = not known.
+        draft_vocab_size: the tokens that the drafter has logits for; None = all of the target's.
+        markov_rank, markov_kind: of the `MarkovHead`; 0 = the drafter has none.
+        has_confidence, confidence_reads_markov: the drafter has a `ConfidenceHead`, and it reads the embedding of the
+            Markov head.
+        num_drafts: K by default; None = the most.
         embedding_scale: multiplies the target's embeddings.
         output_multiplier, softcap: the logits are softcap * tanh(output_multiplier * head / softcap); None = no cap.
     """
@@ -58,26 +41,60 @@ class DFlashConfig(LayerConfig):
     mask_token_id: int
     feature_layers: tuple[int, ...]
     sees: tuple[tuple[int | None, int | None], ...]
+    first_place: int = 1
+    window_of_block: bool = False
+    reads_last_norm: bool = True
     vocab_size: int | None = None
     num_target_layers: int | None = None
+    draft_vocab_size: int | None = None
+    markov_rank: int = 0
+    markov_kind: str = "vanilla"
+    has_confidence: bool = False
+    confidence_reads_markov: bool = False
+    num_drafts: int | None = None
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float | None = None
 
+    @property
+    def most_drafts(self) -> int:
+        return self.block_size - self.first_place
+
 
 class DFlashHead(nn.Module):
-    """Reads features of the sequence and embeddings of a block. Parameters have z-lab's names."""
+    """Reads features of the sequence and embeddings of a block. Parameters are named as in published drafters.
+
+    Args:
+        has_embedding, has_head: the drafter has embeddings, a head; False = it uses the target's.
+
+    Attributes:
+        draft_of_target: [V] int64, the index of each target token's logit in the drafter, -1 = none; None = the
+            drafter has all tokens in the target's order.
+    """
 
     frequencies: Tensor
+    draft_of_target: Tensor | None
+    confidence_head: Any
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, has_embedding: bool = False, has_head: bool = False) -> None:
         super().__init__()
         self.config = config
-        hidden, eps = config.hidden_size, config.norm_eps
+        hidden, eps, rank = config.hidden_size, config.norm_eps, config.markov_rank
         self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
         self.hidden_norm = Norm(hidden, eps)
         self.layers = nn.ModuleList(DecoderLayer(config, hidden) for _ in config.sees)
         self.norm = Norm(hidden, eps)
+        # Without these parts, a drafter need not know the vocabulary.
+        vocab_size = config.vocab_size or 0
+        draft_vocab_size = config.draft_vocab_size or vocab_size
+        self.embed_tokens = nn.Embedding(vocab_size, hidden) if has_embedding else None
+        self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False) if has_head else None
+        self.markov_head = None
+        if rank > 0:
+            self.markov_head = MarkovHead(config.markov_kind, vocab_size, draft_vocab_size, hidden, rank)
+        width = hidden + (rank if config.confidence_reads_markov else 0)
+        self.confidence_head = ConfidenceHead(width) if config.has_confidence else None
+        self.register_buffer("draft_of_target", None, persistent=False)
         self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
 
     def context(self, features: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -88,77 +105,22 @@ class DFlashHead(nn.Module):
         return (attention.keys_values(read, cos, sin) for attention in attentions)
 
     def forward(self, embedded: Tensor, positions: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """The input [B, n, H] of the target's head, from embeddings [B, n, H] of a block at positions [B, n]."""
+        """The input [B, n, H] of the head, from embeddings [B, n, H] of a block at positions [B, n]."""
         hidden, (cos, sin) = embedded, rotation(positions, self.frequencies, embedded)
         layers: Any = self.layers
         for layer, attention in zip(layers, attentions, strict=True):
             hidden = layer.add(hidden, layer.input_layernorm(hidden), cos, sin, attention)
         return self.norm(hidden)
 
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """The logits [.., V] of the target's tokens, -inf for tokens that the drafter lacks, from the drafter's [..,
+        D]."""
+        return logits if self.draft_of_target is None else spread_logits(logits, self.draft_of_target)
 
-def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
-    """Read a drafter from a folder, a hub repository or a transformers model. Raises the errors of
-    `DFlash.from_pretrained`."""
-    # Unwrap the result of `torch.compile`.
-    model: Any = getattr(source, "_orig_mod", source)
-    if not isinstance(model, nn.Module):
-        folder = checkpoint_folder(model)
-        place, raw = str(folder), read_json(folder)
-        weights = {name: read() for name, read in open_weights(folder).items()}
-    elif hasattr(model, "config"):
-        own_config: Any = model.config
-        place, raw, weights = type(model).__name__, own_config.to_dict(), model.state_dict()
-    else:
-        raise TypeError(f"folder_or_id: expected a folder, a hub id or a drafter of transformers, got {type(model)}")
-    config = read_drafter_config(raw)
-    with torch.device("meta"):
-        head = DFlashHead(config)
-    head.frequencies = rope_frequencies(config).to(device)
-    return filled(head, {MUSE_NAMES.get(name, name): weights[name] for name in weights}, place, device, dtype)
-
-
-def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
-    """The config of a drafter, given the content of config.json in either layout."""
-    is_muse, architectures = raw.get("model_type") == MUSE, raw.get("architectures")
-    if "speculators_model_type" in raw or not (is_muse or architectures == ["DFlashDraftModel"]):
-        raise ValueError(
-            f"config: expected architectures ['DFlashDraftModel'] or model_type {MUSE!r}, got {architectures} and "
-            f"{raw.get('speculators_model_type', raw.get('model_type'))!r}; DFlash2, DSpark and drafters of the "
-            "speculators library compute otherwise, and are not read"
-        )
-    own = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", FIELDS)
-    # `target_layer_ids` counts layer outputs; `eagle_aux_hidden_state_layer_ids`, which vLLM reads first, counts
-    # inputs.
-    feature_layers = [each + 1 for each in layer_ids(own, "target_layer_ids")]
-    check_known(
-        ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
-        # Quantised weights are not read.
-        ("quantization_config", raw.get("quantization_config"), (None,)),
-        ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"), (None, feature_layers)),
-        ("num_aux_hidden_states", raw.get("num_aux_hidden_states"), (None, len(feature_layers))),
-        ("target_hidden_size", raw.get("target_hidden_size"), (None, raw.get("hidden_size"))),
-        ("draft_vocab_size", raw.get("draft_vocab_size"), (None, raw.get("vocab_size"))),
-        ("logit_scale", raw.get("logit_scale"), (None, 1)),
-        ("is_causal", raw.get("is_causal"), (None, True, False)),
-    )
-
-    def sees(kind: str) -> tuple[int | None, int | None]:
-        slides, causal = kind == "sliding_attention", raw.get("is_causal")
-        window = size_of(raw, "sliding_window") if slides else None
-        if is_muse or window is None:
-            return window, 0 if causal else window
-        return window - 1, 0 if causal is not False else window - 1
-
-    return DFlashConfig(
-        **layer_sizes(raw),
-        normalises_queries=True,
-        block_size=size_of(own, "block_size", least=2),
-        mask_token_id=size_of(own, "mask_token_id", least=0),
-        feature_layers=tuple(feature_layers),
-        sees=tuple(sees(kind) for kind in layer_kinds(raw, size_of(raw, "num_hidden_layers"))),
-        vocab_size=raw.get("vocab_size"),
-        num_target_layers=raw.get("num_target_layers"),
-        embedding_scale=number_of(own, "input_embedding_scale", 1.0),
-        output_multiplier=number_of(own, "output_multiplier", 1.0),
-        softcap=number_of(own, "final_logit_softcapping"),
-    )
+    def confidence_of(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """The probability [B] float32 that the target accepts the draft after tokens `previous` [B], at a place with
+        hidden states [B, H]. The drafter must have a confidence head."""
+        markov = self.markov_head
+        if markov is not None and self.config.confidence_reads_markov:
+            hidden = torch.cat([hidden, markov.markov_w1(previous)], -1)
+        return self.confidence_head(hidden)

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
-from .layers import check_known, is_set, joined, layer_ids, layer_kinds, layer_sizes, rope_frequencies, size_of
+from .layers import (
+    check_known,
+    draft_tokens,
+    is_set,
+    joined,
+    layer_ids,
+    layer_kinds,
+    layer_sizes,
+    rope_frequencies,
+    size_of,
+)
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # The values that `Eagle3Head` supports; None = not given.
@@ -52,7 +62,8 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
         head = Eagle3Head(config, "embed_tokens.weight" in weights)
     head.frequencies = rope_frequencies(config).to(device)
     _take_frequencies(weights, head.frequencies)
-    head.draft_of_target = _draft_of_target(config, offsets, is_drafted).to(device)
+    found = draft_tokens(config.draft_vocab_size, config.vocab_size, offsets, is_drafted)
+    head.draft_of_target = found.to(device)
     return filled(head, weights, folder, device, dtype)
 
 
@@ -133,28 +144,3 @@ def _take_frequencies(weights: dict[str, Tensor], own: Tensor) -> None:
         saved = weights.pop(name).to(own)
         if saved.shape != own.shape or not torch.allclose(saved, own, rtol=0.01):
             raise ValueError(f"draft: {name} is {saved.tolist()}, and the config's frequencies are {own.tolist()}")
-
-
-def _draft_of_target(config: Eagle3Config, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
-    """[V] int64: maps each target token to the head's token, or -1. Token i of the head is the target's token i +
-    offsets[i] (d2t); `is_drafted` [V] (t2d) must mark the same tokens."""
-    count, vocab_size = config.draft_vocab_size, config.vocab_size
-    if offsets is None:
-        if count != vocab_size:
-            raise ValueError(f"draft: the head has {count} of {vocab_size} tokens and lacks the weights d2t")
-        offsets = torch.zeros(count, dtype=torch.int64, device="cpu")
-    if list(offsets.shape) != [count] or offsets.is_floating_point() or offsets.dtype == torch.bool:
-        raise ValueError(f"draft: expected d2t [{count}] of integers, got {list(offsets.shape)} {offsets.dtype}")
-    index = torch.arange(count, device=offsets.device)
-    tokens = index + offsets.long()
-    is_map = int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size and len(tokens.unique()) == count
-    # A head with all tokens must have them in the target's order, because `Eagle3Head.target_logits` assumes it.
-    if not is_map or (count == vocab_size and bool((offsets != 0).any())):
-        raise ValueError(
-            f"draft: expected d2t to lead to {count} different tokens in [0, {vocab_size}), in order if all"
-        )
-    found = tokens.new_full((vocab_size,), -1)
-    found[tokens] = index
-    if is_drafted is not None and not torch.equal(is_drafted.bool(), found >= 0):
-        raise ValueError("draft: t2d marks other tokens than d2t leads to")
-    return found

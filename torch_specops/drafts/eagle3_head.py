@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layers import Attention, DecoderLayer, LayerConfig, Norm, rope_frequencies, rotation
+from .layers import Attention, DecoderLayer, LayerConfig, Norm, rope_frequencies, rotation, spread_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,7 @@ class Eagle3Head(nn.Module):
         logits = logits.float() if logits.dtype == torch.float64 else logits
         if self.config.draft_vocab_size == self.config.vocab_size:
             return logits
-        found = logits[..., self.draft_of_target.clamp(min=0)]
-        return torch.where(self.draft_of_target >= 0, found, -torch.inf)
+        return spread_logits(logits, self.draft_of_target)
 
 
 class _Layer(DecoderLayer):

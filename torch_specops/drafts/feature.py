@@ -138,7 +138,7 @@ class PublishedDraft(FeatureDraft):
     @classmethod
     def from_pretrained(
         cls: type[Own],
-        folder_or_id: str | os.PathLike[str] | nn.Module,
+        folder_or_id: str | os.PathLike[str],
         target: LanguageModel | nn.Module,
         *,
         dtype: torch.dtype | None = None,
@@ -147,8 +147,7 @@ class PublishedDraft(FeatureDraft):
 
         Args:
             folder_or_id: a folder with config.json and *.safetensors, or the id of a repository on the Hugging Face hub
-                (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code. A DFlash drafter may also
-                be a model of transformers, whose weights are shared where device and dtype allow it.
+                (HF_HUB_OFFLINE is respected). Nothing else is read: no pickles and no code.
             target: the model that it was trained for; the head is loaded to its device.
             dtype: of the head; None = the target's.
 
@@ -158,8 +157,12 @@ class PublishedDraft(FeatureDraft):
                 method; a weight that is missing, unknown, quantised, of another shape, or contradicted by another; a
                 head for another target. The message names it.
         """
+        return cls._published(folder_or_id, target, dtype)
+
+    @classmethod
+    def _published(cls: type[Own], source: Any, target: Any, dtype: torch.dtype | None, **options: Any) -> Own:
         model = feature_model(as_language_model("target", target))
-        draft = cls(cls._read_head(folder_or_id, model.device, dtype or model.dtype))
+        draft = cls(cls._read_head(source, model.device, dtype or model.dtype), **options)
         draft.bind(model)
         return draft
 

@@ -1,4 +1,4 @@
-"""Layers and config fields that the EAGLE-3 and DFlash networks share."""
+"""Layers, vocabularies and config fields that the EAGLE-3 and DFlash networks share."""
 
 from __future__ import annotations
 
@@ -138,6 +138,37 @@ def rope_frequencies(config: LayerConfig) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
 
 
+def spread_logits(logits: Tensor, draft_of_target: Tensor) -> Tensor:
+    """The logits [.., V] of the target's tokens, -inf for tokens that the head lacks, from the head's [.., D].
+    `draft_of_target` [V] is as in `draft_tokens`."""
+    found = logits[..., draft_of_target.clamp(min=0)]
+    return torch.where(draft_of_target >= 0, found, -torch.inf)
+
+
+def draft_tokens(count: int, vocab_size: int, offsets: Tensor | None, is_drafted: Tensor | None) -> Tensor:
+    """[V] int64: maps each target token to one of the head's `count` tokens, or -1. Token i of the head is the target's
+    token i + offsets[i] (d2t); `is_drafted` [V] (t2d) must mark the same tokens."""
+    if offsets is None:
+        if count != vocab_size:
+            raise ValueError(f"draft: the head has {count} of {vocab_size} tokens and lacks the weights d2t")
+        offsets = torch.zeros(count, dtype=torch.int64, device="cpu")
+    if list(offsets.shape) != [count] or offsets.is_floating_point() or offsets.dtype == torch.bool:
+        raise ValueError(f"draft: expected d2t [{count}] of integers, got {list(offsets.shape)} {offsets.dtype}")
+    index = torch.arange(count, device=offsets.device)
+    tokens = index + offsets.long()
+    is_map = int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size and len(tokens.unique()) == count
+    # A head with all tokens must have them in the target's order, because its logits are then not spread.
+    if not is_map or (count == vocab_size and bool((offsets != 0).any())):
+        raise ValueError(
+            f"draft: expected d2t to lead to {count} different tokens in [0, {vocab_size}), in order if all"
+        )
+    found = tokens.new_full((vocab_size,), -1)
+    found[tokens] = index
+    if is_drafted is not None and not torch.equal(is_drafted.bool(), found >= 0):
+        raise ValueError("draft: t2d marks other tokens than d2t leads to")
+    return found
+
+
 def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
     """Raise if a config value is not among the known values. Each of `values` is (name, value, known values)."""
     for name, value, known in values:
@@ -184,10 +215,11 @@ def layer_ids(raw: Mapping[str, Any], name: str, least: int = 0) -> list[int]:
     return ids
 
 
-def is_set(raw: Mapping[str, Any], name: str) -> bool:
-    """A switch; None = off."""
-    check_known((name, raw.get(name), (None, True, False)))
-    return bool(raw.get(name))
+def is_set(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A switch; None = the default."""
+    value = raw.get(name)
+    check_known((name, value, (None, True, False)))
+    return default if value is None else bool(value)
 
 
 def layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:

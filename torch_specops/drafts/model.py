@@ -45,14 +45,48 @@ class SampledDraft(DraftSource):
         self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors
     ) -> Sequence[Tensor]:
         """For each of K drafts, the random numbers or seeds [B] for `SamplingTensors.draw`. In an eager step on a CPU
-        with only greedy rows they are zeros, because they are not used."""
-        if sampling.coupled:
+        with only greedy rows they are zeros, because they are not used; a deterministic source does not read them."""
+        if sampling.coupled or self.deterministic:
             return [seeds] * num_draft_tokens
         temperature = sampling.temperature
         if is_eager_cpu(temperature) and not bool((temperature > 0).any()):
             return torch.zeros(num_draft_tokens, seeds.shape[0], dtype=torch.float32, device=seeds.device).unbind()
         draws = self._piece(uniforms, num_draft_tokens)(seeds, lengths, num_draft_tokens, "propose")
         return draws.t().contiguous().unbind()
+
+    def _draw_in_turn(
+        self,
+        step: Callable[..., tuple[Any, ...]],
+        state: Any,
+        tokens: Tensor,
+        lengths: Tensor,
+        num_draft_tokens: int,
+        sampling: SamplingTensors,
+        seeds: Tensor,
+    ) -> Draft:
+        """Draw K drafts one after another, each from logits that may depend on the drafts before it.
+
+        Args:
+            step: `step(index, previous, state, ends, numbers, sampling, text)` returns draft `index` as
+                `SamplingTensors.draw` does, and the state for the next call. `previous` [B, 1] is the token before this
+                draft, `ends` [B, 1] the sequence's length with the drafts before this one; `numbers` and `text` are
+                those of `draw`.
+            state: of the first call.
+        """
+        numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
+        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
+        ends = lengths.unsqueeze(1)
+        previous, drawn = tokens.gather(1, ends - 1), []
+        for index, number in enumerate(numbers):
+            token, *others, state = step(index, previous, state, ends, number, sampling, text)
+            drawn.append((token, *others))
+            # The token is -1 in a row without a finite logit. Read token 0 instead, because drafts after it are not
+            # verified.
+            previous = token.clamp(min=0).unsqueeze(1)
+            if text is not None:
+                text = text.scatter(1, ends, token.unsqueeze(1))
+            ends = ends + 1
+        return stacked(drawn)
 
 
 class SequentialDraft(SampledDraft):
@@ -64,23 +98,14 @@ class SequentialDraft(SampledDraft):
     ) -> Draft:
         """Propose K tokens [B, K]. The tokens come with the logits [B, K, V] that they were sampled from and the
         logsumexp [B, K] of these logits, unless drafts share the target's noise."""
-        numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
-        text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
-        tokens, positions = self._unread(tokens, lengths)
-        ends, output = lengths.unsqueeze(1), None
-        drawn = []
-        for index, number in enumerate(numbers):
+        unread, first_positions = self._unread(tokens, lengths)
+
+        def step(index: int, previous: Tensor, output: Tensor | None, ends: Tensor, *others: Any) -> tuple[Any, ...]:
+            read, positions = (unread, first_positions) if index == 0 else (previous, first_positions[:, -1:] + index)
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index == 0)
-            token, *others, output = read_and_draw(tokens, ends, positions, output, number, sampling, text)
-            drawn.append((token, *others))
-            # The token is -1 in a row without a finite logit. Read token 0 instead, because drafts after it are not
-            # verified.
-            tokens = token.clamp(min=0).unsqueeze(1)
-            positions = positions[:, -1:] + 1
-            if text is not None:
-                text = text.scatter(1, ends, token.unsqueeze(1))
-            ends = ends + 1
-        return stacked(drawn)
+            return read_and_draw(read, ends, positions, output, *others)
+
+        return self._draw_in_turn(step, None, tokens, lengths, num_draft_tokens, sampling, seeds)
 
     def _read_and_draw(
         self,

@@ -17,7 +17,7 @@ from ...decode import SpeculativeDecoder, Verifier
 from ...decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ...decode.rows import BatchRules
 from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
-from ...drafts.dflash_head import read_drafter
+from ...drafts.dflash_files import read_drafter
 from ...schedules import Schedule
 from ..adapter import language_model
 from ..cache import CACHE_NAMES
@@ -210,8 +210,10 @@ def _cached_decoder(
     draft: Any = "itself" if draft_model is model else draft_model
     if type(draft_model) is EarlyExit:
         draft = "early exit", draft_model.num_layers
-    if type(draft_model) is MTP or type(draft_model) is DFlash:
-        draft = type(draft_model), draft_model.head
+    if type(draft_model) is MTP:
+        draft = MTP, draft_model.head
+    if type(draft_model) is DFlash:
+        draft = DFlash, draft_model.head, draft_model.deterministic, draft_model.confidence
     # Include the device and the dtype, because compiled code works only for one device and one dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     cached = _decoders.get(model)

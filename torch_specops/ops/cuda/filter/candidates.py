@@ -3,7 +3,7 @@ or above it. Entries are compared by their keys (`keys.py`).
 
 Four arguments are tuples: `held` is the list (token ids, logits, and `room`, the most entries that it holds), `row` the
 row (pointer, stride, lead, vocabulary size), `parts` the parts of the row to read (their indices, log2 of the pieces
-per part, the number of pieces), and `scaling` the largest scaled logit with 1 / T.
+per part, the number of pieces), and `scaling` two numbers: the largest scaled logit and 1 / T.
 """
 
 import triton

@@ -1,0 +1,225 @@
+"""Reads published DFlash and DSpark drafters, configs and safetensors, in five layouts.
+
+| layout | features of layer i | first draft | a window of w tokens |
+| --- | --- | --- | --- |
+| z-lab's | the output of layer i | at the first mask | w - 1 before each token, w - 1 after if not `is_causal` |
+| transformers' (Muse Glimmer) | its output | at the first mask | w before each token, w after it unless `is_causal` |
+| DeepSpec's, SpecForge's DSpark | its output, -1 = the embeddings | at the newest token | z-lab's |
+| speculators' | its input | DFlash: at the first mask, DSpark: at the newest token | w before the block |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
+from .dflash_head import DFlashConfig, DFlashHead
+from .layers import (
+    check_known,
+    draft_tokens,
+    is_set,
+    joined,
+    layer_ids,
+    layer_kinds,
+    layer_sizes,
+    number_of,
+    rope_frequencies,
+    size_of,
+)
+from .markov import KINDS
+
+ZLAB, SPECFORGE, DEEPSPEC, MUSE = "DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "muse_glimmer_assistant"
+MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+# Copies of the target's weights that only speculators' training needs.
+NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
+
+FIELDS = {"block_size", "mask_token_id", "target_layer_ids", "projector_type"}
+FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+DSPARK_FIELDS = FIELDS | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+# These two say how SpecForge trained.
+DSPARK_FIELDS |= {"attention_mode", "confidence_head_alpha"}
+# The values that `DFlash` supports of fields that change what a drafter computes; None = not given.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "logit_scale": (None, 1),
+    "is_neox_style": (None, True),
+    **dict.fromkeys(("attention_sink_bias", "use_swa"), (None, False)),
+    **dict.fromkeys(("hc_mult", "modality_head_rank", "dspark_draft_topk", "markov_topk"), (None, 0)),
+}
+
+
+def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
+    """Read a drafter from a folder, a hub repository or a transformers model. Raises the errors of
+    `DFlash.from_pretrained`."""
+    # Unwrap the result of `torch.compile`.
+    model: Any = getattr(source, "_orig_mod", source)
+    if not isinstance(model, nn.Module):
+        folder = checkpoint_folder(model)
+        place, raw = str(folder), read_json(folder)
+        weights = {name: read() for name, read in open_weights(folder).items()}
+    elif hasattr(model, "config"):
+        own_config: Any = model.config
+        place, raw, weights = type(model).__name__, own_config.to_dict(), model.state_dict()
+    else:
+        raise TypeError(f"folder_or_id: expected a folder, a hub id or a drafter of transformers, got {type(model)}")
+    config = read_drafter_config(raw)
+    weights = {MUSE_NAMES.get(name, name): weights[name] for name in weights if name not in NOT_NEEDED}
+    offsets, is_drafted = weights.pop("d2t", None), weights.pop("t2d", None)
+    vocab_size = config.vocab_size or 0
+    count = config.draft_vocab_size or vocab_size
+    if count < vocab_size and "lm_head.weight" not in weights:
+        raise ValueError(f"draft: the head has {count} of {vocab_size} tokens and lacks the weight lm_head.weight")
+    with torch.device("meta"):
+        head = DFlashHead(config, "embed_tokens.weight" in weights, "lm_head.weight" in weights)
+    head.frequencies = rope_frequencies(config).to(device)
+    if count != vocab_size or offsets is not None or is_drafted is not None:
+        found = draft_tokens(count, vocab_size, offsets, is_drafted)
+        head.draft_of_target = None if count == vocab_size else found.to(device)
+    return filled(head, weights, place, device, dtype)
+
+
+def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
+    """The config of a drafter, given the content of config.json in any layout."""
+    kind, architectures, model_type = raw.get("speculators_model_type"), raw.get("architectures"), raw.get("model_type")
+    if kind in ("dflash", "dspark"):
+        return _of_speculators(raw, kind)
+    if kind is None and (model_type == MUSE or architectures in ([ZLAB], [SPECFORGE], [DEEPSPEC])):
+        return _of_publishers(raw, architectures in ([SPECFORGE], [DEEPSPEC]))
+    advice = "stitch speculators' MTP layers into the target's checkpoint and use drafts.MTP"
+    raise ValueError(
+        f"config: expected architectures {[ZLAB]}, {[SPECFORGE]} or {[DEEPSPEC]}, speculators_model_type 'dflash' or "
+        f"'dspark', or model_type {MUSE!r}, got {architectures}, {kind!r} and {model_type!r}; "
+        + (advice if kind == "mtp" else "DFlash2, Domino and other drafters compute otherwise, and are not read")
+    )
+
+
+def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
+    """The layouts of z-lab, transformers, DeepSpec and SpecForge."""
+    is_muse = raw.get("model_type") == MUSE
+    known = DSPARK_FIELDS if is_dspark else FIELDS
+    fields = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", known)
+    # `target_layer_ids` counts layer outputs; `eagle_aux_hidden_state_layer_ids`, which vLLM reads first, counts
+    # inputs.
+    feature_layers = [each + 1 for each in layer_ids(fields, "target_layer_ids", least=-1 if is_dspark else 0)]
+    check_known(
+        ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
+        ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"), (None, feature_layers)),
+        ("num_aux_hidden_states", raw.get("num_aux_hidden_states"), (None, len(feature_layers))),
+        ("draft_vocab_size", raw.get("draft_vocab_size"), (None, raw.get("vocab_size"))),
+        ("is_causal", raw.get("is_causal"), (None, True, False)),
+        ("projector_type", fields.get("projector_type"), (None, "dspark" if is_dspark else "dflash")),
+        ("sample_from_anchor", raw.get("sample_from_anchor"), (None, is_dspark)),
+    )
+
+    def sees(kind: str) -> tuple[int | None, int | None]:
+        slides, causal = kind == "sliding_attention", raw.get("is_causal")
+        window = size_of(raw, "sliding_window") if slides else None
+        if is_muse or window is None:
+            return window, 0 if causal else window
+        return window - 1, 0 if causal is not False else window - 1
+
+    return _config(
+        raw,
+        fields,
+        sees,
+        feature_layers,
+        # SpecForge's configs may name the weight of the confidence loss instead.
+        **(_dspark_heads(fields, bool(fields.get("confidence_head_alpha")), reads_markov=False) if is_dspark else {}),
+        first_place=0 if is_dspark else 1,
+        num_target_layers=raw.get("num_target_layers"),
+        embedding_scale=number_of(fields, "input_embedding_scale", 1.0),
+        output_multiplier=number_of(fields, "output_multiplier", 1.0),
+        softcap=number_of(fields, "final_logit_softcapping"),
+    )
+
+
+def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
+    layer, is_dspark = raw.get("transformer_layer_config"), kind == "dspark"
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"config: expected an object as transformer_layer_config, got {layer!r}")
+    slides = "sliding_attention" in (layer.get("layer_types") or ())
+    after = None if is_set(raw, "sliding_window_non_causal") else 0
+    check_known(
+        ("model_type", layer.get("model_type"), ("qwen3", "llama")),
+        ("use_sliding_window", layer.get("use_sliding_window"), (None, True) if slides else (None, True, False)),
+    )
+    config = _config(
+        layer,
+        raw,
+        lambda kind: (size_of(layer, "sliding_window"), after) if kind == "sliding_attention" else (None, None),
+        layer_ids(raw, "aux_hidden_state_layer_ids"),
+        **(_dspark_heads(raw, is_enabled=True, reads_markov=True) if is_dspark else {}),
+        first_place=0 if is_set(raw, "sample_from_anchor", default=is_dspark) else 1,
+        draft_vocab_size=size_of(raw, "draft_vocab_size"),
+        window_of_block=True,
+        reads_last_norm=False,
+    )
+    return replace(config, num_drafts=_default_drafts(raw.get("speculators_config") or {}, kind, config.most_drafts))
+
+
+def _default_drafts(fields: Mapping[str, Any], kind: str, most: int) -> int:
+    """The number of drafts of the default method in `speculators_config`."""
+    methods, name = fields.get("proposal_methods") or [], fields.get("default_proposal_method")
+    for method in methods:
+        check_known(
+            # Rules that accept other tokens than the target's.
+            ("accept_tolerance", method.get("accept_tolerance"), (None, 0)),
+            ("verifier_accept_k", method.get("verifier_accept_k"), (None, 0, 1)),
+        )
+    check_known(
+        ("algorithm in speculators_config", fields.get("algorithm"), (None, kind)),
+        ("default_proposal_method", name, (None, *(method.get("proposal_type") for method in methods))),
+    )
+    chosen = [method for method in methods if name in (None, method.get("proposal_type"))]
+    count = size_of(chosen[0] if chosen else {}, "speculative_tokens", most)
+    if count > most:
+        raise ValueError(f"config: expected speculative_tokens <= {most}, the drafts of a block, got {count}")
+    return count
+
+
+def _dspark_heads(fields: Mapping[str, Any], is_enabled: bool, reads_markov: bool) -> dict[str, Any]:
+    """The fields of DSpark's heads. Layouts differ in what a confidence head is if the config does not say it."""
+    rank, kind = size_of(fields, "markov_rank", least=0), fields.get("markov_head_type")
+    has_confidence = is_set(fields, "enable_confidence_head", is_enabled)
+    reads_markov = is_set(fields, "confidence_head_with_markov", reads_markov)
+    check_known(("markov_head_type", kind, (None, *KINDS)))
+    if has_confidence and reads_markov and rank == 0:
+        raise ValueError("config: confidence_head_with_markov is True, and markov_rank is 0")
+    return {
+        "markov_rank": rank,
+        "markov_kind": kind or "vanilla",
+        "has_confidence": has_confidence,
+        "confidence_reads_markov": reads_markov,
+    }
+
+
+def _config(
+    layer: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    sees: Callable[[str], tuple[int | None, int | None]],
+    feature_layers: list[int],
+    **others: Any,
+) -> DFlashConfig:
+    """The config, from the fields of the layers and those of the drafter."""
+    # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
+    knows_tokens = "markov_rank" in others or "draft_vocab_size" in others
+    check_known(
+        *((name, fields.get(name), known) for name, known in ONLY.items()),
+        ("target_hidden_size", fields.get("target_hidden_size"), (None, layer.get("hidden_size"))),
+    )
+    return DFlashConfig(
+        **layer_sizes(layer),
+        **others,
+        vocab_size=size_of(layer, "vocab_size") if knows_tokens else layer.get("vocab_size"),
+        normalises_queries=True,
+        block_size=size_of(fields, "block_size", least=2),
+        mask_token_id=size_of(fields, "mask_token_id", least=0),
+        feature_layers=tuple(feature_layers),
+        sees=tuple(sees(kind) for kind in layer_kinds(layer, size_of(layer, "num_hidden_layers"))),
+    )
