@@ -7,6 +7,10 @@ each token, they load the state from the ring and store the new state in the nex
 
 In eager calls on a CPU, the states are bit-identical however many tokens a call reads, because each token is computed
 with operations of the same shapes.
+
+Shapes: A rows are read, S tokens of each. A ring has R slots. H is the number of heads (of channels in Mamba), G of
+groups of heads that share keys (B and C in Mamba-2). X and Y are the sizes of a state. A convolution has C channels and
+a window of W inputs.
 """
 
 from __future__ import annotations

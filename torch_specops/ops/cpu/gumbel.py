@@ -122,8 +122,8 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
         return -1
     small = hashes(key, len(z))
     likely = np.flatnonzero(z >= _below(top, 1, inverse))[:NUM_LIKELY]
-    # The largest score is at least `least`. A token can have it only if its noise g >= least + (top - z) / T. Because g
-    # is at most -log w, the hash of such a token is small.
+    # The largest score is at least `least`. A token can have this score only if its noise g >= least + (top - z) / T.
+    # Because g is at most -log w (`_scores`), the hash of such a token is small.
     least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SCORE_SLACK
     wins = z >= _below(top, NEAR_TOP, inverse)
     wins &= small <= _limit(least)
@@ -139,7 +139,7 @@ def _below(top: float, distance: float, inverse: float) -> Array:
 
 
 def _limit(score: float) -> Array:
-    """The largest hash for which w is at most exp(-score)."""
+    """The largest hash for which w (see `_scores`) is at most exp(-score)."""
     return np.uint32(min(math.exp(-score) * 2.0**32, MASK))
 
 

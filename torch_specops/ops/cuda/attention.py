@@ -48,7 +48,7 @@ def attend_kernel(
     stride_b,
     stride_h,
     stride_n,
-    num_queries,
+    num_queries,  # n
     capacity,
     SCALE: tl.constexpr,  # scale * log2(e), because the kernel computes powers of 2
     GROUP: tl.constexpr,
@@ -117,7 +117,7 @@ def attend_kernel(
 
 @jit
 def join_kernel(
-    sums_ptr,  # [N, PARTS, D] float32
+    sums_ptr,  # [N, PARTS, D] float32 with N = B * n * GROUP * H
     scales_ptr,  # [N, PARTS, 2] float32
     output_ptr,  # [N, D]
     D: tl.constexpr,

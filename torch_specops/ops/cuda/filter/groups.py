@@ -91,8 +91,8 @@ def group_kernel(
     stride_v,
     stride_draft_b,
     stride_draft_k,
-    num_rows,
-    num_drafts,
+    num_rows,  # R, the rows of `logits` in a sequence
+    num_drafts,  # K, the draft's rows in a sequence
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,

@@ -150,8 +150,8 @@ def cut_kernel(
     stride_v,
     stride_draft_b,
     stride_draft_k,
-    num_rows,
-    num_drafts,
+    num_rows,  # R, the rows of `logits` in a sequence
+    num_drafts,  # K, the draft's rows in a sequence
     first_row,
     num_bounds,
     vocab_size,
