@@ -18,7 +18,7 @@ from .feature import FeatureDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import SampledDraft, as_draft_source
 
-# Stands for the length of a row of which `other` has read all but the two newest tokens.
+# The entry in `_num_read` of a row of which `other` has read all but the two newest tokens.
 ALL_READ = 2**62
 
 
@@ -121,7 +121,8 @@ class LookupElse(SampledDraft):
 
     def expect(self, num_draft_tokens: int) -> None:
         self._most_drafts = num_draft_tokens
-        # A model with states must have those of the tokens that `propose` lets it read again.
+        # `propose` lets `other` read tokens of earlier steps again. A model with states then needs the states before
+        # these tokens, so it must keep more states.
         self.other.expect(2 * num_draft_tokens if self._keeps_states else num_draft_tokens)
 
     def compile(self, shape: Hashable | None) -> None:
@@ -155,7 +156,7 @@ class LookupElse(SampledDraft):
         if isinstance(self.other, FeatureDraft) or not is_eager_cpu(lengths):
             self.other.catch_up(tokens, ends, num_steps)
         else:
-            # `propose` reads them, if it asks `other`.
+            # Do not read the tokens of these steps now: `propose` lets `other` read them when it asks `other`.
             self._num_read = torch.minimum(self._num_read, lengths - 2 - num_steps)
 
     def propose(
@@ -170,7 +171,7 @@ class LookupElse(SampledDraft):
         if is_host:
             num_read = torch.minimum(self._num_read, lengths - 2)
             if is_eager and not self._keeps_states and bool(is_found.all()):
-                # `other` reads later what it skips now.
+                # Skip `other`: it reads these tokens when `propose` next asks it.
                 self._num_read = num_read
                 return self._one_hot(_without_padding(found), sampling)
             num_unread = int((lengths - 2 - num_read).max())

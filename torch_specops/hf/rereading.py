@@ -109,7 +109,7 @@ class RereadingModel(TransformersModel):
             counts = [last + 1 - begin for begin, last in zip(begins, lasts, strict=True)]
             for group in groups_by_length(counts, FORWARD_COST):
                 longest, group = counts[group[0]], sorted(group)
-                # A row with fewer unread tokens reads some again.
+                # A row with fewer unread tokens than the longest of the group reads some tokens again.
                 begin = torch.tensor([[max(lasts[each] + 1 - longest, 0)] for each in group], device=tokens.device)
                 at = begin + torch.arange(longest, device=tokens.device)
                 num_wanted = longest - min(firsts[each] - int(at[i, 0]) for i, each in enumerate(group))

@@ -2,9 +2,9 @@
 
 `generate` accepts `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, but silently drops them if
 there is a custom function (transformers 5.17 to 5.24). There would be no draft, and a thread that reads the streamer
-would wait forever. This module wraps the method of `generate` that gets all of them before the first token. It also
-wraps a method that refuses drafts for models with recurrent states and for several sequences per prompt, because only
-transformers' loop has these limits.
+would wait forever. This module wraps the method of `generate` that gets all four arguments before the first token. It
+also wraps a method that refuses drafts for models with recurrent states and for several sequences per prompt, because
+only transformers' loop has these limits.
 """
 
 from __future__ import annotations

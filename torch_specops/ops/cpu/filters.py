@@ -24,7 +24,7 @@ from .softmax import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all rows in one call.
 SHORT_ROW = 2048
-# top_p first looks at the HEAD largest logits of a row. If their mass is below top_p, it divides all logits of the row
+# top_p first looks at the HEAD largest logits of a row. If their mass is below top_p, all logits of the row are divided
 # into intervals. The last interval has all tokens that are less likely than exp(-32) times the most likely token.
 HEAD = 256
 INTERVALS_PER_UNIT = 128

@@ -19,8 +19,8 @@ from . import launch
 from .residual import LARGEST_EXPONENT, draft_stats
 from .tiles import FLOAT32_MAX, combine_argmax, combine_stats, keep, load_partials, scale
 
-# The most drafts tested in parallel, and the most partials held in registers for them. If there are more drafts, the
-# loop runs several times, so that the number of registers is bounded for any K and V.
+# The most drafts tested in parallel, and the most partials held in registers for these drafts. If there are more
+# drafts, the loop runs several times, so that the number of registers is bounded for any K and V.
 MAX_WALK = 8
 MAX_PARTIALS = 1024
 
