@@ -132,7 +132,8 @@ class Batch:
             read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)
             self._prefill_length = None
         else:
-            # Let the first step read prompts of equal length together with the drafts, which saves a forward.
+            # All prompts have the same length. Only announce them here: the first step reads them in the same forward
+            # as its drafts, which saves a forward.
             begin_texts(target, state.lengths)
             self._prefill_length = max(lengths)
         steps.compile_draft(is_compiled=self._is_compiled)

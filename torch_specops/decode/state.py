@@ -124,7 +124,8 @@ class Texts:
         self._texts: dict[int, DecodeState] = {}
         # Whether the newest state has the sampling parameters of exactly the sequences in `_texts`.
         self._is_fitted = True
-        # The sizes of the newest state, and of the newest compiled state.
+        # The sizes of the sampling tensors in the newest state that `fitted` made, and in the newest one for compiled
+        # steps.
         self._sizes: Sizes = {}
         self._compiled_sizes: Sizes = {}
 

@@ -196,7 +196,7 @@ def _difference(
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
     tokens, wanted = tokens[0, positions], expected[0, positions]
-    # Test the width of eager steps (None) and that of compiled steps.
+    # Compare with both values of `width`: None, as in eager steps, and the capacity, as in compiled steps.
     found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
     if use_spans and adapter.packs_rows:
         is_read = index < torch.tensor([[2], [count]], device=device)

@@ -229,7 +229,7 @@ class TransformersModel(FeatureModel, TreeModel):
             state.start(batch, capacity, like)
 
     def _row_states(self) -> list[RowState]:
-        """The tensors that rows keep, started, cleared and copied in this order."""
+        """The tensors that the model keeps for each row. They are started, cleared and copied in this order."""
         return [self._require_cache(), *([] if self._features is None else [self._features])]
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:

@@ -244,7 +244,8 @@ class StateReader:
         self._code: Any = None
 
     def attach(self) -> None:
-        """Replace the module's forward. Called after a look has rebuilt the class and the attributes of the module."""
+        """Replace the module's forward. Called after `ShadowModel.of` has updated the module's class and
+        attributes."""
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:

@@ -114,8 +114,8 @@ class Auto(Schedule):
         rooms = step.at_most(self.buckets[-1])
         steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        # `purse` is the time that drafts may lose in this step, in steps. An earlier batch that ended before its limit
-        # may have lost more than its share. The reserve is negative then, and this batch pays the debt.
+        # `purse`: how much time drafts may cost in this step; the unit is one step without drafts. `_reserved` is
+        # negative if an earlier batch ended before its limit and had lost more than its share. This batch pays it back.
         purse = self._account + max(allowance + min(self._reserved, 0.0), self._reserved)
         if not any(rooms) or purse <= 0:
             return nothing

@@ -180,8 +180,8 @@ class StepCosts:
             self._exact[tokens] = seconds / min(self._units)
 
     def _between_exact(self, tokens: int) -> float:
-        """The additional cost of a captured step, interpolated between timed steps. Beyond the largest timed step the
-        cost is assumed constant, because every step is timed before it runs."""
+        """The additional cost of a captured step, interpolated between timed steps; beyond the largest of them, its
+        cost. A rough value is enough there, because a larger step is timed before it runs."""
         (low, first), *points = sorted(self._exact.items())
         for high, last in points:
             if tokens <= high:

@@ -87,8 +87,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
 
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # Only calls of our function have `has_mask`. For these, skip the checks of assisted generation; all other
-        # checks of greedy search are the same.
+        # Only calls of our function have `has_mask`. Check them as greedy search, which leaves out the checks of the
+        # assistant model.
         if mode is GenerationMode.ASSISTED_GENERATION and "has_mask" in mode_kwargs:
             mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)

@@ -142,7 +142,7 @@ def _(
 def _bounds_of_short_rows(
     x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] from `_comparable` -> cut [N] and first [N], by sorting."""
+    """Find the bounds of each row of logits [N, V] from `_comparable` by sorting: `cut` [N] and `first` [N]."""
     vocab_size = x.shape[-1]
     # Sort in ascending order, stably, and reverse, so that among equal logits the higher index comes first.
     x, order = (sorted_.flip(-1) for sorted_ in x.sort(dim=-1, stable=True))

@@ -26,8 +26,8 @@ MAX_PARTIALS = 1024
 
 
 def walk_width(block_t: int) -> int:
-    """The number of drafts that a walk tests at a time if it holds `block_t` partials for each. It is a power of two
-    and does not depend on K."""
+    """The number of drafts that a kernel tests at once, if it holds `block_t` partial results for each: one per tile of
+    the vocabulary, padded to a power of two. The number is a power of two and does not depend on K."""
     return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
 
 
