@@ -172,6 +172,8 @@ class FeatureBuffer(RowState):
         if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, like.dtype, like.device):
             old.zero_()
         else:
+            # Free the old tensor before the new one is allocated.
+            old = self.values = None
             self.values = like.new_zeros(shape)
 
     def attach(self, layers: nn.ModuleList, decoder: nn.Module, hidden_size: int) -> None:
