@@ -126,6 +126,6 @@ def test_few_blocks_are_not_run_and_those_compile() -> None:
         compile(block.text, named(block), "exec")
 
 
-def test_no_line_of_code_is_wider_than_its_column() -> None:
+def test_docs_code_fits_the_column() -> None:
     wide = [f"{named(block)}: {line}" for block in BLOCKS for line in block.text.splitlines() if len(line) > COLUMNS]
     assert wide == []

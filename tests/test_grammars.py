@@ -68,7 +68,7 @@ def test_an_eos_where_nothing_else_may_come(library: str) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("vocab_size", [32, VOCAB, 64, 100, 200])
-def test_logits_of_more_or_fewer_tokens_than_the_grammar_knows(library: str, vocab_size: int) -> None:
+def test_grammar_with_another_vocabulary_size(library: str, vocab_size: int) -> None:
     """Models pad their logits; tokens that no tokenizer has are not allowed, even where everything else is."""
     grammar = LIBRARIES[library](r"(.|\n)*")
     whole = allowed_tokens(LIBRARIES[library](r"(.|\n)*"))

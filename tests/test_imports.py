@@ -183,7 +183,7 @@ def run_python(source: str) -> str:
     return done.stdout
 
 
-def test_an_import_brings_in_torch_and_numpy_alone_and_cpu_ops_need_no_more() -> None:
+def test_import_needs_torch_and_numpy_alone() -> None:
     """Nothing else that is installed. Submodules are loaded when they are used; so is `hf`, which takes long."""
     names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
     first, second, last = run_python(f"""
@@ -237,7 +237,7 @@ print("torch_specops" in transformers.GenerationMixin._extract_generation_mode_k
     assert (first, second) == ("False", "True")
 
 
-def test_the_tag_of_compile_caches_knows_what_is_compiled() -> None:
+def test_compile_cache_tag_has_compiled_code() -> None:
     """An edit of a kernel or of the dense form must empty torch's caches; one of the command line must not."""
     hashed = {path.relative_to(PACKAGE).as_posix() for path in registration.compiled_sources()}
     assert {"checks.py", "ops/api.py", "ops/cpu/exact.py", "ops/cuda/filter/bounds.py", "ops/uniforms.py"} <= hashed

@@ -126,7 +126,7 @@ def test_public_names_have_an_example() -> None:
     assert [name for name in names if not finder.find(getattr(torch_specops, name))[0].examples] == []
 
 
-def test_every_public_name_has_a_place_in_the_api_pages() -> None:
+def test_api_pages_have_every_public_name() -> None:
     pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     shown = re.findall(r"^::: (\S+)\.(\w+)$", pages, re.MULTILINE)
     objects = {id(getattr(importlib.import_module(module), name)) for module, name in shown}
@@ -137,7 +137,7 @@ def test_every_public_name_has_a_place_in_the_api_pages() -> None:
         assert missing == [], module.__name__
 
 
-def test_the_table_of_speeds_is_that_of_the_result_files() -> None:
+def test_readme_speeds_are_in_result_files() -> None:
     pytest.importorskip("matplotlib")
     pictures = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))
     assert pictures["speed_table"](pictures["speeds"]()) in README

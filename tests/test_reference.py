@@ -106,7 +106,7 @@ def test_wrong_draft_distribution_loses_the_law() -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("drafts", [(1,), (1, 3), (1, 1, 1)])
-def test_one_hot_draft_keeps_the_law_whatever_the_draft(name: str, drafts: tuple[int, ...]) -> None:
+def test_one_hot_drafts_keep_the_law(name: str, drafts: tuple[int, ...]) -> None:
     p, _ = PAIRS[name]
     drafts = drafts[: len(p)]
     law = first_token_law(p, p, one_hot=True, drafts=drafts)

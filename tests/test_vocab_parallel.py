@@ -37,7 +37,7 @@ def shared_cases(vocab_size: int) -> list[Case]:
 
 
 # 33, 33, 33 and 31 columns; 9 and 8; one rank with a column and three without.
-SPLITS = [slow(Split(130, draft_is_whole=True)), Split(17, num_ranks=2), Split(1)]
+SPLITS = [slow(Split(130, draft_is_whole=True)), Split(17, num_ranks=2), slow(Split(1))]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split.vocab_size}-over-{split.num_ranks}")

@@ -20,9 +20,9 @@ Number = float | Tensor
 
 
 def expected_tokens_per_step(alpha: Number, num_draft_tokens: int | Tensor) -> Tensor:
-    """The expected number of tokens per step, (1 - alpha ** (K + 1)) / (1 - alpha) (equation 1). At alpha = 1 it is the
-    limit K + 1. The result is float64 in the broadcast shape. It is accurate to a few units in the last place, even for
-    alpha near 1.
+    """The expected number of tokens per step, (1 - alpha ** (K + 1)) / (1 - alpha) (equation 1). At alpha = 1 the
+    number is the limit K + 1. The result is float64 in the broadcast shape. It is accurate to a few units in the last
+    place, even for alpha near 1.
 
     Args:
         alpha: in [0, 1]. Another type raises TypeError, and another number raises ValueError.
@@ -110,9 +110,9 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
     best = torch.zeros_like(a, dtype=torch.int64)
     paying = torch.ones_like(best, dtype=torch.bool)
     power, tokens = a.clone(), torch.ones_like(a)
-    # One more draft increases the factor iff alpha ** (K + 1) (K c + 1) > c (1 + alpha + .. + alpha ** K). The left
-    # side minus the right side decreases with K, by (1 - alpha) alpha ** K (K c + 1). So stop at the first K for which
-    # the inequality fails.
+    # With alpha = `a` and K = `count`, draft K + 1 increases the factor iff alpha ** (K + 1) (K c + 1) > c (1 + alpha +
+    # .. + alpha ** K). The left side minus the right side decreases with K, by (1 - alpha) alpha ** K (K c + 1). So
+    # stop at the first K for which the inequality fails.
     for count in range(maximum):
         # For c = 0 every draft increases the factor, even if the power of alpha has underflowed to 0.
         paying = paying & ((power * (count * c + 1) > c * tokens) | ((c == 0) & (a > 0)))
@@ -125,9 +125,9 @@ def optimal_num_draft_tokens(alpha: Number, cost_ratio: Number, maximum: int = 1
 
 
 def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
-    """The walltime factor if each step drafted exactly the tokens that will be accepted: 1 / (1 - alpha + c alpha). It
-    is an upper bound for any choice of K (section 3.5). For c > 1 it is 1, because drafting nothing is best; for alpha
-    = 1 and c = 0 it is infinite. Arguments, result and errors are as in `walltime_factor`.
+    """The walltime factor if each step drafted exactly the tokens that will be accepted: 1 / (1 - alpha + c alpha).
+    This factor is an upper bound for any choice of K (section 3.5). For c > 1 the factor is 1, because drafting nothing
+    is best; for alpha = 1 and c = 0 the factor is infinite. Arguments, result and errors are as in `walltime_factor`.
 
     Examples:
         >>> from torch_specops.analysis import oracle_walltime_factor
@@ -135,7 +135,8 @@ def oracle_walltime_factor(alpha: Number, cost_ratio: Number) -> Tensor:
         tensor(4.1667, dtype=torch.float64)
     """
     a, c = _arguments(alpha=alpha, cost_ratio=cost_ratio)
-    # A step emits 1 / (1 - alpha) tokens on average, of which all except one are drafts with cost c.
+    # A step emits 1 / (1 - alpha) tokens on average. All except one are drafts, and each draft costs c. For c > 1 the
+    # factor is that of c = 1, because nothing is drafted.
     return 1 / (1 - a + c.clamp(max=1.0) * a)
 
 
@@ -147,8 +148,8 @@ def acceptance_probability(
     argmax_lenience: float = 1.0,
 ) -> Tensor:
     """The probability that a draft drawn from q is accepted, beta = sum_x min(p(x) / l, q(x)) (theorem 3.5; with
-    lenience, appendix A.5). Its mean over positions is alpha (corollary 3.6). The result is [..] float64 in [0, 1], and
-    0 if either row has no finite logit.
+    lenience, appendix A.5). The mean of beta over positions is alpha (corollary 3.6). The result is [..] float64 in [0,
+    1], and 0 if either row has no finite logit.
 
     At temperature 0 both distributions are one-hot at their argmax (the lowest index of the maximum), so beta is 1 or
     0. With l = `argmax_lenience` below 1, the draft's argmax x is accepted if s(x) >= l max s, where s is the softmax
@@ -197,8 +198,9 @@ def coupled_acceptance_probability(target_logits: Tensor, draft_logits: Tensor, 
     p = _distribution("target_logits", target_logits, t, target_logits)
     q = _distribution("draft_logits", draft_logits, t, target_logits)
     p, q = torch.broadcast_tensors(p, q)
-    # Sort by p / q, because p(w) / p(v) >= q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v). The maxima are then known for
-    # all w before and after v.
+    # Target and draft both draw v with probability 1 / (the sum over w of max(p(w) / p(v), q(w) / q(v))). In descending
+    # order of p / q, the maximum is p(w) / p(v) for w up to v, and q(w) / q(v) for w after v, because p(w) / p(v) >=
+    # q(w) / q(v) iff p(w) / q(w) >= p(v) / q(v).
     order = (p / q).nan_to_num(nan=0.0, posinf=math.inf).argsort(-1, descending=True)
     p, q = p.gather(-1, order), q.gather(-1, order)
     of_p, of_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
@@ -215,8 +217,8 @@ def token_acceptance_probability(
     argmax_lenience: float = 1.0,
 ) -> Tensor:
     """The probability that this draft token x is accepted, min(1, p(x) / (l q(x))). The result is [..] float64 in [0,
-    1]; at temperature 0 it is 1 or 0. Its mean over x drawn from q is `acceptance_probability` (first line of the proof
-    of theorem 3.5).
+    1]; at temperature 0 it is 1 or 0. The mean of the result over x drawn from q is `acceptance_probability` (first
+    line of the proof of theorem 3.5).
 
     Args:
         target_logits, temperature, lenience, argmax_lenience: as in `acceptance_probability`, with the same errors.
@@ -268,8 +270,8 @@ def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: Number 
     """The divergence D_LK(p, q) = sum_x |p(x) - M(x)| with M = (p + q) / 2 (definition 3.2). The result is [..] float64
     in [0, 1], and 1 if either row has no finite logit.
 
-    This is the total variation distance. It is symmetric and equal to 1 - `acceptance_probability` (lemma 3.3, theorem
-    3.5), but it is computed without cancellation if p and q are close. Arguments and errors are as in
+    This is the total variation distance. The divergence is symmetric and equal to 1 - `acceptance_probability` (lemma
+    3.3, theorem 3.5), but is computed without cancellation if p and q are close. Arguments and errors are as in
     `acceptance_probability`.
 
     Examples:

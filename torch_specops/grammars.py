@@ -95,7 +95,7 @@ def llguidance(tokenizer: Any, grammar: str) -> Grammar:
 
     Args:
         tokenizer: an `llguidance.LLTokenizer`; or a fast tokenizer of transformers, which is converted in about half a
-            second. For several sequences, convert it once with `llguidance.hf.from_tokenizer`.
+            second. For several sequences, convert the tokenizer once with `llguidance.hf.from_tokenizer`.
         grammar: as `llguidance.LLMatcher` takes it, for example from `LLMatcher.grammar_from_json_schema`.
 
     Raises:
@@ -159,7 +159,7 @@ class _Matcher:
     def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
         words = num_words(self._vocab_size)
         if bitmask.shape[1] != words:
-            # Use a temporary mask, because the libraries accept no other number of words.
+            # Fill a mask of `words` words and copy it, because the libraries accept no other width.
             temporary = torch.zeros(1, words, dtype=torch.int32, device="cpu")
             self.fill_bitmask(temporary, 0)
             bitmask[row, :words] = temporary[0, : bitmask.shape[1]]
@@ -223,7 +223,7 @@ def allowed_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
     """Set the logits [B, n, V] of tokens that the bitmask [B, n, ceil(V / 32)] does not allow to -inf, or to NaN where
     a logit is infinite."""
     if is_eager_cpu(logits, bitmask):
-        # On a CPU, this lookup of bytes is by far the fastest eager form.
+        # Look up the eight summands of each byte in a table. On a CPU this is by far the fastest eager form.
         added = torch.nn.functional.embedding(bitmask.view(torch.uint8).int(), _OF_BYTES.to(logits.dtype))
         return logits + added.flatten(2)[..., : logits.shape[2]]
     bits = bitmask.unsqueeze(3) >> torch.arange(32, dtype=torch.int32, device=bitmask.device) & 1

@@ -1,5 +1,5 @@
 """An opt-in graph pass for `torch.compile` that removes operations on logits directly before one of our ops. The op
-does not need them, because it reads any dtype and any strides, and takes a temperature. In
+does not need these operations, because it reads any dtype and any strides, and takes a temperature. In
 
     verify_exact(target_logits.float() / 2, draft_tokens, draft_logits.float() / 2, u, s)
 
@@ -14,14 +14,14 @@ CPU the op returns the same tokens. On CUDA, the order in which a kernel sums a 
 token may differ if the rounding of a sum decides it.
 
 For other temperatures, the op's product with 1 / T differs from the quotient in the last bits, so these divisions are
-absorbed only with `any_temperature=True`. It also absorbs divisions by other positive constants, and by float32 tensors
-with one positive temperature for all rows or for each sequence. If the op has a `draft_lse`, such a division is not
-absorbed, because the lse was computed from the quotient.
+absorbed only with `any_temperature=True`: divisions by other positive constants, and by float32 tensors with one
+positive temperature for all rows or for each sequence. If the op has a `draft_lse`, such a division is not absorbed,
+because the lse was computed from the quotient.
 
 The pass does not absorb operations whose result has other users, divisors per token, and casts to a narrower dtype. It
-also does not absorb an operation if its input or its divisor is written to before the op reads it. It absorbs nothing
-before `filter_logits`, which returns logits in the dtype and scale of its input. On a CPU, Inductor fuses most of these
-operations into the op's code, so the pass saves little except before an op with filters.
+also does not absorb an operation if its input or its divisor is written to before the op reads it. The pass absorbs
+nothing before `filter_logits`, which returns logits in the dtype and scale of its input. On a CPU, Inductor fuses most
+of these operations into the op's code, so the pass saves little except before an op with filters.
 """
 
 from __future__ import annotations

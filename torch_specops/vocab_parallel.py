@@ -115,7 +115,6 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         """[B, K] the scaled logits of drafts whose columns this shard holds; -inf for other drafts."""
         return torch.where(x >= 0, scale(walk.logits_of(logits, x.clamp(min=0)), inverse_t), -torch.inf)
 
-    # 1. Exchange the softmax statistics of every row, and the logit of each draft from the rank that holds it.
     z_target = scale(target_logits, inverse_t)  # [B, K+1, V_r]
     z_max, z_sum = softmax_stats(z_target)  # [B, K+1]
     local_numbers = {"p_max": z_max, "p_sum": z_sum, "z_px": of_drafts(target_logits[:, :num_drafts])}
@@ -125,6 +124,7 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         local_numbers["z_qx"] = of_drafts(draft_logits)
         if args.draft_lse is None:
             local_numbers["q_max"], local_numbers["q_sum"] = softmax_stats(scale(draft_logits, inverse_t))
+    # 1. Exchange the softmax statistics of every row, and the logit of each draft from the rank that holds its column.
     gathered = _all_gather(torch.cat([numbers.double() for numbers in local_numbers.values()], 1), shards)
     widths = [numbers.shape[1] for numbers in local_numbers.values()]
     every = dict(zip(local_numbers, gathered.split(widths, 2), strict=True))  # name -> [R, B, ..]
@@ -146,7 +146,6 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         near_argmax = in_vocab & walk.is_near_argmax(z_px, p_max[:, :-1], args.argmax_lenience)
     n = walk.prefix_lengths(walk.apply_greedy(accepted, greedy_tokens, draft_tokens, temperature, near_argmax))  # [B]
 
-    # 2. Exchange the mass of p and the mass of the residual of row n in each shard.
     rows = torch.arange(batch, device=n.device)
     z_p = z_target[rows, n]  # [B, V_r]
     weights = softmax_row(z_p, p_max[rows, n].float(), p_sum[rows, n])
@@ -164,6 +163,8 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             # a given draft_lse) the difference may not be 0.
             differs = (z_p != z_q).any(-1).double()
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
+    # 2. Exchange three numbers of each shard for row n of each sequence: the sums of p and of the residual over its
+    # columns, and whether the logits of target and draft differ there.
     mass, *of_residual = _all_gather(torch.stack(masses), shards).unbind(1)  # [R, B] each
     if num_drafts > 0:
         residual_mass, differs = of_residual
@@ -172,9 +173,9 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         mass = torch.where(use_residual, residual_mass, mass)
         weights = torch.where(use_residual.unsqueeze(-1), of_shard, weights)
 
-    # 3. Exchange the next token, which only one rank can draw. Also use the n of rank 0 on all ranks, in case rounding
-    # differs between them.
     drawn = _draw_own(weights, mass, args.sample_uniforms, shards)
+    # 3. Exchange the next token, which only one rank draws, and n. All ranks use the n of rank 0, in case rounding
+    # differs between ranks.
     last = _all_gather(torch.stack([n, drawn]), shards)
     n = last[0, 0]
     return walk.output_rows(draft_tokens, n, last[:, 1].amax(0), greedy_tokens, temperature), n

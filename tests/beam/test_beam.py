@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import slow
 from tiny_beams import (
     DRAFTS,
     ENDS,
@@ -55,7 +56,7 @@ def ends_of(family: str, num_ends: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(expected_beams(family, 3)[0][0][4:]))[:num_ends]
 
 
-@pytest.mark.parametrize("num_ends", [1, pytest.param(2, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("num_ends", [slow(1), slow(2), 6])
 def test_ends_are_those_of_transformers(num_ends: int) -> None:
     results = set()
     for family, draft in (("qwen2", "perturbed"), ("gemma", "nothing")):

@@ -59,9 +59,7 @@ def steps(driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_hangs_or_is_killed_stops_no_other(
-    driver: ModuleType, steps: list[Any], tmp_path: Path
-) -> None:
+def test_a_failing_step_stops_no_other(driver: ModuleType, steps: list[Any], tmp_path: Path) -> None:
     runner = driver.Runner(tmp_path / "out")
     (tmp_path / "out" / "device.json").write_text('{"environment": {"device": "a GPU"}}')
     assert driver.run_calls(runner, [1], minutes=5) == []
@@ -101,7 +99,7 @@ def test_the_same_command_goes_on_where_it_stopped(
     assert offline == "1" and str(BENCHMARKS.parent) in paths.split(":")
 
 
-def test_a_step_begins_if_its_limit_fits_into_the_time_left(
+def test_steps_begin_if_time_is_left(
     driver: ModuleType, steps: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     steps[:] = [driver.Step("long", 1, 700, "good.py", ""), steps[3]]
@@ -126,9 +124,7 @@ def test_the_plan_fits_into_its_calls(driver: ModuleType, capsys: pytest.Capture
     assert {step.command.split()[0] for step in driver.STEPS} - {"memcheck", "racecheck"} == rehearsed
 
 
-def test_every_step_is_a_script_with_options_that_it_knows(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_step_has_known_options(driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Parsed by the script's own parser, at its size and at that of a rehearsal."""
     parse = argparse.ArgumentParser.parse_args
 

@@ -83,7 +83,7 @@ def test_what_is_compiled_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("kind", ["top-p", "min-p"])
-def test_a_token_that_is_to_be_accepted_is_kept_by_the_filters_of_both_sides(kind: str) -> None:
+def test_filters_keep_tokens_to_be_accepted(kind: str) -> None:
     """The target's best token is not always one that the draft keeps."""
     problems = script("problems")
     inputs = problems.make_inputs(problems.Problem(kind, 256, 5, 2000, "float32"), CPU, 0)
@@ -116,6 +116,7 @@ def test_check_finds_a_wrong_provider(kind: str, provider: str) -> None:
             bench.check(problem, right | {f"{provider} eager": wrong}, inputs)
 
 
+@pytest.mark.slow
 def test_lookup() -> None:
     """The memory helps from the second prompt on."""
     records = script("bench_drafts").main(
@@ -127,6 +128,7 @@ def test_lookup() -> None:
     assert lengths["suffix lookup, memory"][1] != lengths["suffix lookup"][1] > 1
 
 
+@pytest.mark.slow
 def test_many() -> None:
     """Also on a machine without a GPU, transformers' continuous batching gives the same texts."""
     records = script("bench_many").main(["--requests", "5", "--rows", "2", "--longest", "16", "--rounds", "1"])

@@ -24,7 +24,7 @@ def test_the_page_has_the_table_of_the_results() -> None:
     assert page.rewritten(text, records) != text
 
 
-def test_the_script_catches_a_wrong_sampler_and_keeps_other_rows(tmp_path: Path) -> None:
+def test_lossless_page_catches_a_wrong_sampler(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     # Finds the folder; benchmarks/papers/ has a run.py too.
     script("page")

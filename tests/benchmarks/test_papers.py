@@ -67,6 +67,7 @@ def test_the_formulas_give_the_printed_numbers(tmp_path: Path) -> None:
     assert all(row["factor_at_alpha_rounded_up"] < row["paper_factor"] - 0.05 for row in found["appendix A.5, sampled"])
 
 
+@pytest.mark.slow
 def test_acceptance_and_speed_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny sizes of the byte-level pair: what is drawn agrees with the formula."""
     measured = script("leviathan_measured")
@@ -164,6 +165,7 @@ def test_the_closed_form_is_the_law_of_the_op(scale: float | None, lenience: flo
     assert abs(float(n.double().mean()) - float(accepted)) < 4 * (0.25 / TRIALS) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_methods_take_turns_on_the_same_texts() -> None:
     methods = script("wagner_methods")
     target = tiny("llama")

@@ -33,7 +33,7 @@ def test_the_page_for_users_has_no_other_figures(page: str) -> None:
     assert len(figures) > 20 and sorted(figures - set(re.findall(r"\d[\d,.]*\d", page))) == []
 
 
-def test_the_page_for_users_says_of_every_kernel_whether_a_gpu_ran_it() -> None:
+def test_gpu_page_says_which_kernels_ran() -> None:
     _, text = (PAGE.parent / "gpu.md").read_text().split("## Which kernels")
     rows = re.findall(r"^\| [^|:]*: ([^|]*) \|", text, re.MULTILINE)
     sources = Path(torch_specops.__file__).parent.glob("ops/cuda/**/*.py")
@@ -142,7 +142,7 @@ def test_the_page_has_the_times_of_the_peers(page: str, name: str, provider: str
     assert table_row([name, *cells])[:-2] in page
 
 
-def test_the_page_has_the_compiled_softmax_where_it_was_timed(page: str) -> None:
+def test_performance_page_has_the_compiled_softmax(page: str) -> None:
     alone, batch = (measured_cell("compiled", "softmax compiled", batch=size, acceptance=0.6) for size in (1, 64))
     cells = [us(1e3 * alone["median_ms"]), "", "", "", us(1e3 * batch["median_ms"]), "", "", ""]
     row = table_row(["softmax formulation, compiled", *cells, f"{batch['peak_bytes'] / 1e6:.0f}"])
@@ -212,7 +212,7 @@ def test_the_page_has_the_measurements_of_the_goals(page: str) -> None:
     assert f"takes {min(used):.0f} to {max(used):.0f} % of the memory" in (PAGE.parent / "design.md").read_text()
 
 
-def test_the_page_says_what_our_random_numbers_would_cost(page: str) -> None:
+def test_performance_page_has_costs_of_random_numbers(page: str) -> None:
     """By the launches of a step, at an estimated time of each."""
     launch_us = 2
     assert f"At {launch_us} us a launch, an estimate" in page
@@ -257,7 +257,7 @@ def test_the_page_has_every_eager_call(page: str) -> None:
     assert f"vLLM's took {of_peers('vLLM')}, and {of_peers(NO_COPY)} without the copy" in prose
 
 
-def test_the_page_compares_the_forwards_with_reading_their_weights(page: str) -> None:
+def test_performance_page_has_forwards_beside_reading_weights(page: str) -> None:
     def least_ms(name: str) -> float:
         """One forward of the target and five of the draft, each without its embedding, of which few rows are read."""
         result = result_of(name)
@@ -293,7 +293,7 @@ def test_the_page_has_the_search_of_top_p(page: str) -> None:
     assert f"takes {search_us(8):.0f} us at B = 64, the time of {search_us(8) / read_us:.1f} reads" in page
 
 
-def test_the_page_has_the_times_of_other_dtypes_and_ops(page: str) -> None:
+def test_performance_page_has_other_dtypes_and_ops(page: str) -> None:
     def cells(name: str, provider: str, *batches: int, **where: Any) -> list[str]:
         return [us(microseconds(name, provider, batch=batch, acceptance=0.6, **where)) for batch in batches]
 
@@ -315,7 +315,7 @@ def test_the_page_has_the_times_of_other_dtypes_and_ops(page: str) -> None:
     assert f"took {now:.1f} and {now_again:.1f} us, and {before:.1f} and {before_again:.1f} with" in page
 
 
-def test_the_page_has_the_times_of_sample_and_attend(page: str) -> None:
+def test_performance_page_has_sample_and_attend(page: str) -> None:
     def row(name: str, step: str, key: str, places: list[dict[str, Any]], **where: Any) -> str:
         return table_row([name, *(us(record_of(step, **where, **place)[key]) for place in places)])
 

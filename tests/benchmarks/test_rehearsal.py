@@ -25,10 +25,10 @@ def run(command: list[str], **variables: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_tests_for_a_gpu_pass_on_the_stand_in() -> None:
+def test_gpu_tests_pass_on_the_stand_in() -> None:
     run(GPU_TESTS, TORCH_SPECOPS_CUDA_STAND_IN="1")
 
 
 @pytest.mark.slow
-def test_every_step_of_the_measuring_run_passes_on_the_stand_in(tmp_path: Path) -> None:
+def test_bench_gpu_passes_on_the_stand_in(tmp_path: Path) -> None:
     run([*MEASUREMENTS, str(tmp_path / "rehearsal")])

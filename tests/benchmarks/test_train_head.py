@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark_scripts import needs_benchmarks, script
+from marks import slow
 from safetensors.torch import load_file
 from tiny_eagle3 import chain_logits, new_head
 
@@ -65,7 +66,7 @@ def test_an_mtp_layer_is_trained_as_it_is_used(tmp_path: Path) -> None:
         torch.testing.assert_close(drafts.logits[0], own, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
 def test_a_head_is_trained_and_stored(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = script("train_head")
     sizes = {"ROWS_PER_BATCH": 2, "BEGINNING": 8, "WINDOW": 12, "TOKENS_PER_STEP": 96}
@@ -103,6 +104,8 @@ def test_a_head_is_trained_and_stored(kind: str, tmp_path: Path, monkeypatch: py
         assert 0 < losses[1] < losses[0] - 0.1
 
 
+# The files do not change.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_measured_numbers_are_those_of_the_head(kind: str) -> None:
     train, model = script("train_head"), load_model(AUSTEN).model

@@ -164,7 +164,7 @@ def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor
     assert len(texts) == 20 and texts == texts[:1] * 20
 
 
-def test_providers_decode_past_an_eos_without_what_transformers_lacks(target: str, tmp_path: Path) -> None:
+def test_bench_providers_decode_past_an_eos(target: str, tmp_path: Path) -> None:
     model, tokenizer = LlamaForCausalLM.from_pretrained(target), loading.load_tokenizer(target)
     prompt = tokenizer(TEXT, return_tensors="pt")
     third = int(model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0)[0, -1])
@@ -182,7 +182,7 @@ def test_providers_decode_past_an_eos_without_what_transformers_lacks(target: st
     assert len(texts[0][0]) == 9 and texts == texts[:1] * 3
 
 
-def test_assisted_generation_is_left_out_where_transformers_refuses_it(
+def test_bench_without_refused_assisted_generation(
     target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = LlamaForCausalLM.generate
@@ -224,7 +224,7 @@ def test_bench_sees_a_wrong_token(target: str, monkeypatch: pytest.MonkeyPatch) 
     [(KeyboardInterrupt(), True), (torch.OutOfMemoryError("out of memory"), False)],
     ids=str,
 )
-def test_tables_come_as_they_are_measured_and_once_after_an_early_end(
+def test_bench_prints_tables_as_they_are_measured(
     early_end: BaseException, by_category: bool, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_all = Comparison.run
@@ -373,9 +373,7 @@ def test_a_line_that_is_no_question_is_named(tmp_path: Path) -> None:
     assert not example.exists() or len({question.category for question in read_questions(example)}) == 6
 
 
-def test_bench_shows_the_time_left_on_a_terminal_and_plots_speeds(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_shows_time_left_and_plots_speeds(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
     save, saved = figure.savefig, []
 

@@ -13,6 +13,7 @@ import torch
 from benchmark_scripts import needs_benchmarks, script
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -104,7 +105,7 @@ def test_any_bytes_decode_as_python_does(tokenizer: PreTrainedTokenizerFast, raw
 
 
 @needs_benchmarks
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["llama", slow("qwen3_5_text")])
 def test_training_writes_a_pair(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps: the loss falls, and the files are those of a pair that loads."""
     train = script("train_byte_pair")
@@ -124,7 +125,7 @@ def test_training_writes_a_pair(model_type: str, tmp_path: Path, monkeypatch: py
 
 
 @needs_benchmarks
-def test_another_pair_does_not_overwrite_the_one_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_does_not_overwrite_the_package_pair(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script("train_byte_pair").main(["text.txt", "--model-type", "qwen3_5_text"])
     assert "--out: expected a folder for a pair of qwen3_5_text, got none" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import typer
+from marks import slow
 from tiny_cli import TEXT, bench, demo, row, run, save_model
 from tiny_dflash import BLOCK, save_drafter
 from tiny_dflash import new_head as new_drafter
@@ -112,7 +113,8 @@ def test_the_last_line_says_what_to_try_next(monkeypatch: pytest.MonkeyPatch) ->
     assert following.endswith(": torch-specops bench --target 'my model' --device cuda")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "int8", "mtp"])
+# The drafts themselves are tested in tests/drafts.
+@pytest.mark.parametrize("kind", ["eagle3", slow("dflash"), "int8", slow("mtp")])
 def test_demo_with_other_drafts(target: str, tmp_path: Path, kind: str) -> None:
     """The tests of `bench` have the others."""
     if kind == "int8":
@@ -282,9 +284,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
         yield request
 
 
-def test_only_a_hub_id_that_cannot_be_looked_up_is_refused_at_once(
-    no_hub: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_hub_id_is_refused_at_once(no_hub: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--some--model").mkdir()
     for name in ("some/model", str(tmp_path), "./model", "~/model"):
@@ -368,8 +368,12 @@ def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_help_imports_no_transformers_and_nothing_but_its_own_words_is_printed(target: str, draft: str) -> None:
-    """In a process of its own: other packages log when they are first imported. Without typer, that is one line."""
+@pytest.mark.parametrize("command", ["--help", slow("bench")])
+def test_a_process_prints_only_its_output(command: str, target: str, draft: str) -> None:
+    """Other packages log when they are first imported: help imports no transformers. Without typer, an error is one
+    line."""
+    options = ["--target", target, "--draft", draft, "--prompt", TEXT, "--max-new-tokens", "4"]
+    options += ["--rounds", "1", "--batch-sizes", "1"]
     done = in_a_process(
         """
 import sys, torch_specops.cli
@@ -385,9 +389,8 @@ sys.modules['typer'] = typer
 from torch_specops.cli import main
 main()
 """,
-        *("bench", "--target", target, "--draft", draft, "--prompt", TEXT, "--max-new-tokens", "4"),
-        *("--rounds", "1", "--batch-sizes", "1"),
+        *([command, *options] if command == "bench" else [command]),
     )
     missing = "torch-specops: error: typer is missing; run: pip install 'torch_specops[hf]'\n\n"
     assert (done.returncode, done.stderr) == (0, missing)
-    assert done.stdout.startswith(f"target {target}")
+    assert f"target {target}" in done.stdout.splitlines()[0] if command == "bench" else "Usage:" in done.stdout

@@ -79,9 +79,7 @@ def test_conversion_is_announced_and_happens_once(cache: Path, monkeypatch: pyte
     assert "converting" not in CliRunner().invoke(cli.app, ["demo"]).stdout
 
 
-def test_a_conversion_that_is_interrupted_leaves_nothing_and_two_at_once_do_not_disturb_each_other(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_and_concurrent_conversions(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(gguf: Path, directory: Path) -> None:
         write_model(gguf, directory)
         raise KeyboardInterrupt

@@ -47,7 +47,7 @@ def set_cost(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cost], None]:
     return set_cost
 
 
-def test_a_verdict_says_which_is_faster_if_all_pairs_agree() -> None:
+def test_speed_verdict_needs_all_pairs() -> None:
     for with_draft, without_draft, verdict in (
         ([1.0, 2.0, 1.0], [2.0, 3.0, 2.5], "2.00 times as fast with the draft (1.50 to 2.50 in 3 pairs of runs)"),
         ([2.0, 4.0], [1.0, 3.0], "slower with the draft, 0.50 times as fast (0.50 to 0.75 in 2 pairs of runs)"),
@@ -84,7 +84,7 @@ def test_a_slow_start_does_not_decide(set_cost: Callable[[Cost], None]) -> None:
     assert row(result, "tokens/s without the draft") == "1.0" and row(result, "CPU threads") == "2"
 
 
-def test_threads_that_wait_for_each_other_are_not_used(target: str, set_cost: Callable[[Cost], None]) -> None:
+def test_speed_avoids_threads_that_wait(target: str, set_cost: Callable[[Cost], None]) -> None:
     def waiting(now: float, width: int) -> float:
         return 20.0 if width > 1 and torch.get_num_threads() == 2 else 1.0
 

@@ -49,7 +49,7 @@ async def started(*awaitables: Awaitable[Any]) -> list[asyncio.Future[Any]]:
     return tasks
 
 
-def test_every_task_and_thread_gets_all_tokens_in_order() -> None:
+def test_async_tokens_come_in_order() -> None:
     """In three loops, while another thread steps. A wake-up that is lost, or set in the wrong thread, would time out;
     one that comes before the tokens would end a text early."""
     requests = [Request([5, 6, number], 20 + number, seed=[number], eos_token_id=()) for number in range(6)]
@@ -75,7 +75,7 @@ def test_every_task_and_thread_gets_all_tokens_in_order() -> None:
     thread.join(WAIT)
 
 
-def test_what_comes_while_a_task_begins_to_wait_is_not_lost(session: Session) -> None:
+def test_async_tokens_before_a_wait(session: Session) -> None:
     async def wait(read: Callable[[Handle], Awaitable[Any]]) -> Any:
         handle, loop = session.submit(LONG), asyncio.get_running_loop()
         create = loop.create_future
@@ -193,7 +193,7 @@ def test_who_leaves_frees_the_request_and_its_row(session: Session, waits: bool,
     assert after.result(0).new_tokens.tolist() == texts_alone(decoder(), [LONG])[0]
 
 
-def test_a_task_may_be_cancelled_after_it_was_woken(session: Session) -> None:
+def test_async_cancel_after_a_wake(session: Session) -> None:
     """Before it has run: the future that it waits for is cancelled when the wake-up comes."""
 
     async def leave() -> Handle:
@@ -228,7 +228,7 @@ def test_a_shield_keeps_the_request(session: Session) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_loop_may_be_closed_before_the_request_ends(session: Session) -> None:
+def test_async_loop_closed_before_the_end(session: Session) -> None:
     """The session's thread must not hear of it, and what else waits must."""
     handle, loops = session.submit(LONG), []
     for read in (tokens_of, handle_loop):
@@ -252,7 +252,7 @@ def test_a_loop_may_be_closed_before_the_request_ends(session: Session) -> None:
     gc.collect()
 
 
-def test_an_interrupt_while_tasks_are_woken_does_not_leave_them_waiting(session: Session) -> None:
+def test_async_interrupt_leaves_no_task_waiting(session: Session) -> None:
     async def wait() -> list[Any]:
         loop = asyncio.get_running_loop()
         handles = [session.submit(Request([5], 1, eos_token_id=())), session.submit(LONG)]

@@ -19,6 +19,7 @@ from torch_specops import SamplingParams, SpeculativeDecoder, Verifier, compilat
 from torch_specops.compilation import compile_errors_named
 from torch_specops.decode.batch import Batch
 from torch_specops.drafts import PromptLookup
+from torch_specops.schedules.costs import StepCosts
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]])
@@ -70,6 +71,8 @@ class LooksAtData(TracedPairs):
         return values if float(values.max()) > 1e9 else -values
 
 
+# Tracing fails before Inductor begins.
+@pytest.mark.usefixtures("without_inductor")
 def test_a_compile_error_ends_with_where_and_why() -> None:
     target = LooksAtData(random_table(VOCAB, seed=5))
     decoder = SpeculativeDecoder(target, PromptLookup(), schedule="constant", compile=True)
@@ -88,7 +91,7 @@ def test_a_compile_error_ends_with_where_and_why() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "graphs"), [("perturbed", 4), ("prompt lookup", 2), ("lookup else", 6)])
-def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, graphs: int) -> None:
+def test_compiled_pieces_give_the_eager_tokens(kind: str, graphs: int) -> None:
     eager, compiled = decoders(kind, 3, sampling=SAMPLING)
     assert torch.equal(decode(compiled), decode(eager))
     # For a model: its forward over two tokens and over one, the uniforms, the verification.
@@ -110,8 +113,11 @@ def test_pieces_are_compiled_once_each_and_give_the_eager_tokens(kind: str, grap
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
+def test_compiled_steps_with_looked_up_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default schedule has two graphs, for no draft and for K. The text repeats a token."""
+    # On a machine with other work to do, drafts may seem not to pay.
+    for cost in ("extra", "risk"):
+        monkeypatch.setattr(StepCosts, cost, lambda *arguments: 0.0)
     sampling = SamplingParams(temperature=0.0, logit_bias={5: 1e4})
     eager, compiled = decoders_of_pairs(PromptLookup(min_ngram=1), num_draft_tokens=6, sampling=sampling)
     for _ in range(2):
@@ -126,7 +132,7 @@ def test_drafts_that_are_looked_up_are_drafted_in_compiled_steps() -> None:
         decode(compiled, max_new_tokens=80)
 
 
-IN_SHORT = ("gemma3", "t5")
+IN_SHORT = ("t5",)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +144,10 @@ IN_SHORT = ("gemma3", "t5")
             for family in FAMILIES
         ),
         ("llama", "perturbed", {}),
-        ("llama", "n-gram", {}),
+        slow("llama", "n-gram", {}),
         slow("llama", "over a model", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
-        ("llama", "n-gram with counts", {"verify": "sigmoid"}),
+        slow("llama", "n-gram with counts", {"verify": "sigmoid"}),
         ("llama", "n-gram with counts", {"verify": Verifier("exact", 0.5, 0.3)}),
     ],
 )
@@ -205,7 +211,7 @@ def test_every_shape_has_graphs_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_auto_compiles_on_a_cpu_when_enough_steps_are_done_or_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "STEPS_THAT_PAY", 12)
 
     def is_compiled(max_new_tokens: int, *draft: Any) -> bool:

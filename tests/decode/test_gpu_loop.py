@@ -123,7 +123,7 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: Sampling
     assert captured.stats.compile_seconds == 0
 
 
-def test_the_default_schedule_times_both_graphs_of_a_lookup() -> None:
+def test_default_schedule_times_both_graphs() -> None:
     loop = decoder("cuda", "lookup", schedule=None)
     for captured in (run(loop), run(loop)):
         assert new_tokens(captured) == of_the_cpu("lookup")
@@ -197,7 +197,7 @@ def test_a_step_waits_for_nothing(kind: str) -> None:
             loop._compiled_steps.run(loop._newest.state, plan)
 
 
-def test_every_bucket_of_a_schedule_is_a_graph_of_its_own() -> None:
+def test_cuda_graph_for_each_schedule_bucket() -> None:
     loop = decoder("cuda", "model", schedule="heuristic", sampling=GREEDY)
     output = run(loop)
     assert len(loop._compiled_steps._graphs) >= 2

@@ -185,7 +185,7 @@ def engine_report(new_grammar: Callable[[], Table]) -> EngineReport:
     return check_engine(generate, target, settings, prompts=PROMPTS[1:], **sizes)
 
 
-def test_check_engine_accepts_the_loop_and_not_one_with_the_masks_of_the_position_before(
+def test_check_engine_with_grammars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine_report(Table).assert_lossless()

@@ -251,7 +251,7 @@ def test_a_model_is_not_read_in_two_places(kind: Callable[[Any], Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_decodes_although_another_thread_was_at_work() -> None:
+def test_forked_process_decodes_beside_a_thread() -> None:
     model = Interrupted(random_table(8, seed=5))
     decoder = SpeculativeDecoder(model, sampling=GREEDY)
     expected = decoder.generate(SHORT, max_new_tokens=6).sequences
@@ -272,7 +272,7 @@ def test_a_forked_process_decodes_although_another_thread_was_at_work() -> None:
 
 
 @pytest.mark.parametrize("is_observed", [True, False])
-def test_an_interrupt_at_any_moment_leaves_no_thread_behind_and_no_mode(is_observed: bool) -> None:
+def test_interrupt_leaves_no_thread_and_no_mode(is_observed: bool) -> None:
     """Before every bytecode with which a thread begins and ends its work, nested as in a call of `generate`: with
     `torch.no_grad` as for a model with hooks, or in a stream that began under autocast."""
     model, left = PairModel(random_table(8, seed=5)), 0

@@ -67,7 +67,7 @@ def test_a_row_without_a_finite_logit_ends_alone(temperature: float) -> None:
             assert (output.sequences[1, position + 1 :] == 0).all()
 
 
-def test_a_row_that_ends_in_time_has_no_error() -> None:
+def test_ended_row_has_no_error() -> None:
     """The limit or an eos comes with the last token for which the target had finite logits."""
     whole = run_tables(PairModel(TABLE)).new_tokens(1)
     for draft in (None, PairModel(TABLE)):
@@ -77,7 +77,7 @@ def test_a_row_that_ends_in_time_has_no_error() -> None:
             assert output.new_tokens(1) == whole[: whole.index(whole[2]) + 1 if "eos_token_id" in options else 3]
 
 
-def test_a_draft_without_a_finite_logit_costs_only_its_drafts() -> None:
+def test_draft_without_finite_logits() -> None:
     whole, output = (run_tables(PairModel(TABLE), draft) for draft in (None, FailingRow(TABLE, 4)))
     assert torch.equal(whole.sequences, output.sequences) and output.errors == {}
     assert whole.stats.num_steps > output.stats.num_steps > 2
@@ -343,7 +343,7 @@ def test_padding_without_a_mask_is_said() -> None:
     assert warns([1, 2, 3], [7, 4, 5], attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])) == []
 
 
-def test_a_mask_that_is_missing_behind_transformers_or_for_an_encoder_is_said() -> None:
+def test_missing_mask_warns() -> None:
     target, ours = shared_tiny("llama"), {"custom_generate": torch_specops.hf.custom_generate, "max_new_tokens": 2}
     padded_ids = torch.tensor([[5, 6, 7], [0, 0, 8]])
     message = "attention_mask: none was given, and row 1 begins with token 0, which is"

@@ -1,28 +1,24 @@
-"""Models that change between two calls, or while a session is open: when the loop looks, and what it then does."""
+"""Models of a table that change between two calls, or while a session is open: when `look` is called, and what follows.
+
+Changes of transformers models are in tests/hf/test_changed_models.py.
+"""
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tiny_loops import DRAFTS, GREEDY, new_tokens, streamed
-from tiny_models import PairModel, TracedPairs, encoder_inputs, perturbed, random_table, shared_tiny, tiny
-from tiny_requests import alone, many, texts, texts_alone
-from torch import Tensor, nn
+from tiny_loops import GREEDY
+from tiny_models import PairModel, TracedPairs, random_table
+from tiny_requests import CALLS, TWO_PROMPTS, alone, texts
+from torch import Tensor
 
-import torch_specops
 from torch_specops import Request, SpeculativeDecoder, compilation
-from torch_specops.beam import beam_search
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, LanguageModel, NGram, SuffixLookup, TokenMap
-from torch_specops.hf import language_model
+from torch_specops.drafts import HierarchicalDraft, TokenMap
 
 OLD, NEW = random_table(8, seed=5), random_table(8, seed=6)
-SHORT = torch.tensor([[1, 2], [3, 4]])
 
 
 class Table(TracedPairs):
@@ -51,23 +47,6 @@ class Table(TracedPairs):
         super().start(*arguments)
 
 
-# Every way in, given a decoder: the new tokens of both prompts.
-CALLS: dict[str, Callable[[SpeculativeDecoder], list[list[int]]]] = {
-    "generate": lambda decoder: new_tokens(decoder.generate(SHORT, max_new_tokens=9)),
-    "stream": lambda decoder: streamed(list(decoder.stream(SHORT, max_new_tokens=9)), 2),
-    "generate_many": lambda decoder: many(decoder, [Request(prompt, 9) for prompt in SHORT], 2),
-    "session": lambda decoder: in_session(decoder),
-}
-
-
-def in_session(decoder: SpeculativeDecoder) -> list[list[int]]:
-    with decoder.session(2, max_length=16) as session:
-        handles = [session.submit(Request(prompt, 9)) for prompt in SHORT]
-        while not session.is_idle:
-            session.step()
-    return [handle.result(0).new_tokens.tolist() for handle in handles]
-
-
 def greedy(table: Tensor, prompt: Any, count: int) -> list[int]:
     return alone(SpeculativeDecoder(PairModel(table), sampling=GREEDY), Request(prompt, count)).new_tokens(0)
 
@@ -75,11 +54,11 @@ def greedy(table: Tensor, prompt: Any, count: int) -> list[int]:
 @cache
 def texts_of(table: Tensor) -> list[list[int]]:
     """What `CALLS` give."""
-    return [greedy(table, prompt, 9) for prompt in SHORT]
+    return [greedy(table, prompt, 9) for prompt in TWO_PROMPTS]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_change_between_two_calls_counts(call: str) -> None:
+def test_look_before_each_call(call: str) -> None:
     """Of models anywhere in a draft too."""
     target, outer, inner = (Table(OLD) for _ in range(3))
     draft = HierarchicalDraft(TokenMap(outer, torch.arange(8)), inner)
@@ -94,7 +73,7 @@ def test_a_change_between_two_calls_counts(call: str) -> None:
         assert decoder.stats.acceptance_rate == 1.0
 
 
-def test_a_change_counts_for_rows_that_go_on_once_others_begin() -> None:
+def test_look_when_a_request_begins() -> None:
     """The loop does not look while nothing waits."""
     target = Table(OLD)
     decoder = SpeculativeDecoder(target, sampling=GREEDY)
@@ -119,7 +98,7 @@ def test_a_change_counts_for_rows_that_go_on_once_others_begin() -> None:
     assert target.num_starts == 1
 
 
-def test_a_session_without_texts_takes_any_change() -> None:
+def test_idle_session_takes_any_change() -> None:
     target, model = Table(OLD), Table(OLD)
     session = SpeculativeDecoder(target, model, sampling=GREEDY).session(2, max_length=32, logprobs="raw")
     larger = random_table(11, seed=7)
@@ -143,7 +122,7 @@ def test_a_session_without_texts_takes_any_change() -> None:
 
 
 @pytest.mark.parametrize("part", ["target", "draft"])
-def test_a_change_that_texts_do_not_survive_is_said(part: str) -> None:
+def test_change_that_ends_the_running_texts(part: str) -> None:
     models = {"target": Table(OLD), "draft": Table(OLD)}
     decoder = SpeculativeDecoder(models["target"], models["draft"], sampling=GREEDY)
     for table, message in ((NEW, "it is of another kind"), (random_table(7, seed=5), "expected")):
@@ -162,7 +141,7 @@ def test_a_change_that_texts_do_not_survive_is_said(part: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_models_that_do_not_fit_any_more_are_said(call: str) -> None:
+def test_changed_models_that_do_not_fit(call: str) -> None:
     """Each call checks what the constructor has checked."""
 
     def unreadable() -> None:
@@ -194,107 +173,10 @@ def test_models_that_do_not_fit_any_more_are_said(call: str) -> None:
     assert plain.stats.num_proposed <= 2 * 2
 
 
-class Proposes(DraftSource):
-    """The same tokens for every row."""
-
-    def __init__(self, *proposed: int) -> None:
-        self.proposed = torch.tensor(proposed)
-
-    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
-        return Draft(self.proposed[:num_draft_tokens].expand(len(lengths), -1))
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_draft_outside_of_the_vocabulary_is_said(call: str) -> None:
-    expected = texts_of(OLD)
-    padding = SpeculativeDecoder(PairModel(OLD), Proposes(1, -1, -5), sampling=GREEDY)
-    assert CALLS[call](padding) == expected
-    message = r"draft: expected tokens in \[0, 8\), or below 0 for padding, from Proposes.propose, got 9"
-    for draft in (Proposes(1, 9, 8), HierarchicalDraft(PairModel(OLD), Proposes(1, 9, 8))):
-        with pytest.raises(ValueError, match=message):
-            CALLS[call](SpeculativeDecoder(PairModel(OLD), draft, sampling=GREEDY, schedule="constant"))
-    table = NGram.from_tokens(torch.arange(9), vocab_size=9)
-    with pytest.raises(ValueError, match=r"draft: expected the vocabulary of the target \(8 tokens\), got 9"):
-        SpeculativeDecoder(PairModel(OLD), table)
-
-
-# The modes in which steps are computed.
-
-
-class Observed(LanguageModel):
-    """A model, the observers of which come and go."""
-
-    is_observed = False
-    modes: Sequence[tuple[bool, bool]] = ()
-
-    def forward(self, *arguments: Any) -> Tensor:
-        self.modes = [*self.modes, (torch.is_inference_mode_enabled(), torch.is_grad_enabled())]
-        return super().forward(*arguments)
-
-
-def observed(model: nn.Module) -> Any:
-    adapter: Any = language_model(model)
-    adapter.__class__ = type("Adapter", (Observed, type(adapter)), {})
-    return adapter
-
-
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("draft", ["prompt lookup", "suffix lookup", "perturbed", "eagle 3", "hierarchical"])
-def test_the_mode_may_change_between_two_steps(draft: str, first: bool) -> None:
-    check_modes(draft, first, "llama")
-
-
-@pytest.mark.parametrize("draft", ["prompt lookup", "perturbed"])
-def test_the_mode_may_change_beside_an_encoder(draft: str) -> None:
-    check_modes(draft, True, "t5")
-
-
-def check_modes(draft: str, first: bool, family: str) -> None:
-    target = observed(shared_tiny(family))
-    source = SuffixLookup() if draft == "suffix lookup" else DRAFTS[draft](family)
-    decoder = SpeculativeDecoder(target, source, num_draft_tokens=3, sampling=GREEDY)
-    given = [
-        Request([1, 17, 5, 17, 5], 6 + row, eos_token_id=(), inputs=encoder_inputs(family, slice(row % 2, row % 2 + 1)))
-        for row in range(5)
-    ]
-    expected = texts_alone(decoder, given)
-    target.is_observed = first
-    with decoder.session(2, max_length=40) as session:
-        handles = []
-        for request in given:
-            target.modes = []
-            handles.append(session.submit(request))
-            while session.num_free < 1 and not session.is_idle:
-                session.step()
-                # `start` and what comes with it runs in no mode of its own.
-                assert target.modes[-1] == (not target.is_observed, False)
-            target.is_observed = not target.is_observed
-        while not session.is_idle:
-            session.step()
-    assert texts([handle.result() for handle in handles]) == expected
-
-
-def test_a_mode_is_that_of_every_model() -> None:
-    """An observed draft keeps the target out of inference mode too, also if it stands inside another draft; and so does
-    beam search."""
-    model = shared_tiny("llama")
-    target, small = observed(model), observed(perturbed(model))
-    for draft in (small, HierarchicalDraft(shared_tiny("llama", seed=3), small)):
-        decoder = SpeculativeDecoder(target, draft, sampling=GREEDY)
-        for is_observed in (True, False):
-            small.is_observed, target.modes = is_observed, []
-            decoder.generate(SHORT, max_new_tokens=4)
-            assert set(target.modes) == {(not is_observed, False)}
-    for is_observed in (True, False):
-        small.is_observed, target.modes = is_observed, []
-        beam_search(target, SHORT, num_beams=2, draft=small, max_new_tokens=4)
-        assert set(target.modes) == {(not is_observed, False)}
-
-
 # Compiled steps.
 
 
-def test_compiled_code_belongs_to_a_key_and_is_kept(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_key_says_which_steps_are_compiled(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's key decides which pieces run, those of the draft too; another version prepares them anew."""
     compiled: list[object] = []
     compile_piece = compilation.compile_piece
@@ -306,14 +188,13 @@ def test_compiled_code_belongs_to_a_key_and_is_kept(without_inductor: None, monk
         compiled.clear()
         for model, key in zip((target, small), keys, strict=True):
             model.new, model.compile_key = table, key
-        # The others have no shapes of their own.
-        for name in ("generate", "session"):
-            assert CALLS[name](decoder) == texts_of(table)
+        # The others have the same shapes.
+        assert CALLS["generate"](decoder) == texts_of(table)
         counts.append(len(compiled))
-    assert counts[0] == counts[3] == counts[4] > 3 and counts[1] == counts[2] == counts[5] == 0
+    assert counts[0] == counts[3] == counts[4] == 3 and counts[1] == counts[2] == counts[5] == 0
 
 
-def test_steps_of_a_session_are_prepared_anew(without_inductor: None) -> None:
+def test_version_recompiles_steps_of_a_session(without_inductor: None) -> None:
     target = Table(OLD)
     decoder = SpeculativeDecoder(target, sampling=GREEDY, compile=True)
     with decoder.session(2, max_length=32) as session:
@@ -328,7 +209,7 @@ def test_steps_of_a_session_are_prepared_anew(without_inductor: None) -> None:
     assert 0 < seconds[0] == seconds[1] < seconds[2] == seconds[3]
 
 
-def test_what_cannot_be_compiled_any_more_is_not(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_not_compiled(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "STEPS_THAT_PAY", 0)
     target: Any = Table(OLD)
     decoder = SpeculativeDecoder(target, sampling=GREEDY)
@@ -340,20 +221,3 @@ def test_what_cannot_be_compiled_any_more_is_not(without_inductor: None, monkeyp
     target.not_compiled = "it looks at its data"
     with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: it looks at its data"):
         CALLS["generate"](decoder)
-
-
-# Copies of decoders.
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_decoder_is_copied_after_any_call(call: str) -> None:
-    decoder = SpeculativeDecoder(tiny("llama"), tiny("llama", seed=3), sampling=GREEDY)
-    expected = CALLS[call](decoder)
-    open_session = decoder.session(2, max_length=16)
-    open_session.submit(Request([1, 2], 9))
-    open_session.step()
-    for copied in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
-        assert copied.stats == torch_specops.decode.GenerationStats(seeds=[])
-        assert CALLS[call](copied) == expected and copied.stats.num_tokens == 18
-    open_session.step()
-    open_session.close()

@@ -81,7 +81,7 @@ def test_sampled_text_has_the_law_of_the_target(
 
 
 @pytest.mark.parametrize(("name", "values"), [("temperature", (0.0, 0.5, 1.5)), ("top_k", (0, 2, 4))])
-def test_rows_of_a_mixed_batch_have_their_own_laws(name: str, values: tuple[float, ...], report: Report) -> None:
+def test_mixed_batch_keeps_each_rows_law(name: str, values: tuple[float, ...], report: Report) -> None:
     mixed = torch.tensor(values)[torch.arange(TRIALS) // 2 % 3]
     tokens = first_tokens(PairModel(TARGET), make_draft("close"), 2, **{name: mixed})
     for value in values:
@@ -131,7 +131,7 @@ class ByThePast(Auto):
 
 
 @pytest.mark.parametrize("verify", ["exact", slow("block"), slow("gumbel")])
-def test_a_schedule_that_goes_by_the_past_keeps_the_law(verify: str, report: Report) -> None:
+def test_schedule_by_the_past_keeps_the_law(verify: str, report: Report) -> None:
     """Each row has its own number of drafts."""
     schedule = ByThePast()
     tokens = first_tokens(PairModel(TARGET), make_draft("close"), 3, verify=verify, schedule=schedule)

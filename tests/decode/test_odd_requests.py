@@ -131,7 +131,7 @@ def odd_requests() -> list[tuple[Any, str | None]]:
     return odd
 
 
-def test_requests_after_an_odd_one_cost_what_they_cost_before() -> None:
+def test_odd_request_slows_no_later_one() -> None:
     fields = {each.name for kind in (Request, SamplingParams) for each in dataclasses.fields(kind)}
     assert fields == {*SAMPLING, *FIELDS}
     session = decoder().session(4, max_length=40)
@@ -161,7 +161,7 @@ def test_requests_after_an_odd_one_cost_what_they_cost_before() -> None:
     assert wrong == []
 
 
-def test_a_request_that_is_refused_does_not_end_the_others() -> None:
+def test_refused_request_ends_no_other() -> None:
     """Nor do the numbers that it asks for choose their buffers."""
     odd = [
         {name: value}
@@ -178,7 +178,7 @@ def test_a_request_that_is_refused_does_not_end_the_others() -> None:
     assert [found[place + 1] for place in range(len(odd)) if found[place + 1].error is None] == []
 
 
-def test_an_odd_request_beside_others_costs_no_more_than_its_size() -> None:
+def test_odd_request_costs_its_size() -> None:
     """Not the number of rows, nor its longest word, times the number of its words; and not n for n-grams."""
     text, lengths = torch.randint(0, VOCAB, (8, 200)), torch.full((8, 4), 190)
     logits, prompt_lengths = torch.randn(8, 4, VOCAB), torch.full((8,), 100)

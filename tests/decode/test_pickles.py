@@ -20,9 +20,11 @@ from tiny_images import batch, images, prompts, vision_model
 from tiny_loops import DRAFTS, GREEDY, new_tokens
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, shared_tiny, sharp_model, tiny
 from tiny_mtp import tiny_mtp
+from tiny_requests import CALLS
 from torch import Tensor, multiprocessing, nn
 
-from torch_specops import SpeculativeDecoder
+from torch_specops import Request, SpeculativeDecoder
+from torch_specops.decode import GenerationStats
 from torch_specops.drafts import (
     MTP,
     DFlash,
@@ -160,7 +162,7 @@ class Shifted(TransformersModel):
         return super().forward(*arguments).roll(self.shift, -1)
 
 
-def test_a_copied_adapter_has_what_its_class_and_its_user_have_set() -> None:
+def test_copied_adapter_keeps_its_settings() -> None:
     adapter = Shifted(tiny("llama"), shift=3)
     adapter.note = "the user's"  # type: ignore[attr-defined]
     decoder = SpeculativeDecoder(adapter, **OPTIONS)
@@ -191,6 +193,20 @@ def test_code_that_was_removed_is_not_pickled() -> None:
     assert pickle.loads(pickle.dumps(decoder)).generate(**TEXT).lengths.tolist() == [19, 13, 16]
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_decoders_are_copied_after_any_call(call: str) -> None:
+    decoder = SpeculativeDecoder(tiny("llama"), tiny("llama", seed=3), sampling=GREEDY)
+    expected = CALLS[call](decoder)
+    open_session = decoder.session(2, max_length=16)
+    open_session.submit(Request([1, 2], 9))
+    open_session.step()
+    for copied in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        assert copied.stats == GenerationStats(seeds=[])
+        assert CALLS[call](copied) == expected and copied.stats.num_tokens == 18
+    open_session.step()
+    open_session.close()
+
+
 SENT = ("nothing", "model", "hybrid", "eagle 3", "dflash", "suffix lookup")
 
 
@@ -211,7 +227,7 @@ def sent_text(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_processes_that_get_a_used_decoder_have_their_own_texts() -> None:
+def test_pickled_decoders_in_processes() -> None:
     """Three workers and their parent decode other texts of the same sizes at once."""
     decoders = [KINDS[kind][0]() for kind in SENT]
     expected = [[[new_tokens(each.generate(**sent_text(number)))] * 3 for each in decoders] for number in range(4)]

@@ -158,7 +158,7 @@ def test_closing_ends_all_requests(greedy: SpeculativeDecoder) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_an_error_in_a_step_ends_the_session_and_leaves_a_decoder_that_works(error: BaseException) -> None:
+def test_session_error_leaves_a_working_decoder(error: BaseException) -> None:
     target = PairModel(random_table(VOCAB, seed=5))
     decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=3, schedule="constant")
     expected = texts_alone(decoder, requests(1.0))

@@ -113,7 +113,7 @@ def test_the_heuristic_is_that_of_transformers(scale: float, monkeypatch: pytest
     assert scale == 0 or {later - earlier for earlier, later in pairwise(theirs[:-1])} >= {2, -1}
 
 
-def test_no_more_drafts_than_some_row_has_room_for() -> None:
+def test_drafts_fit_the_rows_room() -> None:
     input_ids, mask = padded(PROMPTS, "left")
     draft = language_model(shared_tiny("llama", seed=3))
     draft.forward = mock.Mock(wraps=draft.forward)
@@ -136,7 +136,7 @@ def test_compiled_steps_have_few_numbers_of_drafts() -> None:
         assert Planner(Given([4, 8]), None, [])._smallest_sufficient(3, 9, **options) == (4 if is_compiled else 3)
 
 
-def test_drafts_that_a_schedule_leaves_out_were_not_proposed() -> None:
+def test_drafts_left_out_by_the_schedule() -> None:
     schedule = Given([3])
 
     def chosen_of(step: NextStep) -> list[int]:
@@ -201,7 +201,7 @@ def test_a_streamer_of_transformers() -> None:
     assert streamer.heard == [[1, 2], [], "end"]
 
 
-def test_an_interrupt_in_a_streamer_keeps_what_was_streamed(late: bool) -> None:
+def test_interrupt_in_a_streamer_keeps_tokens(late: bool) -> None:
     """The state may be a step ahead of what the host has seen."""
     steps: list[Step] = []
 
@@ -233,7 +233,7 @@ class Interrupting(DraftSource):
         return Draft(torch.full((len(tokens), num_draft_tokens), -1))
 
 
-def test_an_interrupt_inside_a_step_keeps_the_steps_before() -> None:
+def test_interrupt_in_a_step_keeps_earlier_steps() -> None:
     decoder = SpeculativeDecoder(shared_tiny("llama"), Interrupting(), sampling=GREEDY, schedule="constant")
     input_ids, mask = padded(PROMPTS, "left")
     call = {"attention_mask": mask, "max_new_tokens": LENGTH}
@@ -249,7 +249,7 @@ def test_an_interrupt_inside_a_step_keeps_the_steps_before() -> None:
         decoder.output()
 
 
-def test_a_streamer_hears_of_the_end_before_an_interrupt_goes_to_the_caller() -> None:
+def test_streamer_ends_before_an_interrupt() -> None:
     streamer = TokenStreamer()
     with pytest.raises(KeyboardInterrupt):
         decode(Interrupting(), 2, prompts=PROMPTS[:1], streamer=streamer)

@@ -74,7 +74,7 @@ def generate(model: PreTrainedModel, rule: Callable[[Tensor], Any], **options: A
 
 
 @pytest.mark.parametrize("draft", ["nothing", "prompt lookup", "perturbed", "itself"])
-def test_a_criterion_sees_and_stops_what_it_does_in_transformers(draft: str) -> None:
+def test_stopping_criteria_as_in_transformers(draft: str) -> None:
     """Rows get different numbers of tokens per step, some of them beyond the place where they are to end."""
     target, source = shared_tiny("llama"), DRAFTS[draft]("llama")
     all_lengths = set()
@@ -115,7 +115,7 @@ def test_an_interrupt_keeps_what_no_criterion_can_cut() -> None:
     assert max(steps[0].num_accepted) + 1 > max(map(len, steps[0].tokens))
 
 
-def test_a_text_that_is_held_back_ends_for_its_own_reason() -> None:
+def test_held_back_text_has_its_finish_reason() -> None:
     """A criterion waits for the slowest row, steps after a rule of its own has ended the fastest."""
     decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=4)
     output = decoder.run(
@@ -211,7 +211,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_rule_says_what_the_criterion_of_transformers_says(name: str) -> None:
+def test_stop_rules_as_in_transformers(name: str) -> None:
     """Of random texts, some with a token that the tokenizer does not have."""
     tokenizer, generator, num_found = TOKENIZERS[name], random.Random(3), 0
     for strings in (["ab"], ["a b", "cc"], ["abcab", "b"], [" a"], ["cab", "ba a"]):
@@ -326,7 +326,7 @@ def test_several_sequences_of_a_prompt_are_rows() -> None:
     assert torch.equal(output.sequences, rows.sequences) and len({*map(str, output.sequences[:, 1:].tolist())}) == 6
 
 
-def test_an_encoder_reads_a_prompt_for_each_of_its_sequences() -> None:
+def test_stopping_criteria_with_an_encoder() -> None:
     """Draft and target read the same inputs, and all drafts are accepted."""
     target, inputs, start = shared_tiny("t5"), encoder_inputs("t5"), torch.ones(3, 1, dtype=torch.int64)
     call: dict[str, Any] = {"draft": target, "max_new_tokens": 8, "seed": 3, "eos_token_id": ()}

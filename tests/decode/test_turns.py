@@ -70,7 +70,7 @@ def test_streams_of_a_decoder(kind: str) -> None:
     assert_texts_alone(decoder(kind, compile=False))
 
 
-def test_streams_with_a_schedule_that_goes_by_the_past() -> None:
+def test_streams_in_turn_with_adaptive_schedule() -> None:
     """Of each stream by its own: otherwise the numbers of drafts, and with them a sampled text, would be others."""
     target = PairModel(random_table(8, seed=5))
     draft = PairModel(target.table + torch.randn(target.table.shape, generator=torch.Generator().manual_seed(0)))
@@ -137,7 +137,7 @@ def test_streams_of_decoders_that_share_a_model(shared: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["early exit", "eagle 3", "dflash"])
-def test_a_decoder_that_is_made_between_two_steps_takes_their_draft(kind: str) -> None:
+def test_new_decoder_takes_the_draft_in_turn(kind: str) -> None:
     """With a target that fits, and in a constructor that refuses; beam search takes it too."""
     draft = DRAFTS[kind]("llama")
     loop = SpeculativeDecoder(shared_tiny("llama"), draft, sampling=GREEDY, schedule="constant")
@@ -252,7 +252,7 @@ def test_a_session_goes_on_beside_other_calls(kind: str) -> None:
     assert torch.allclose(found[3].logprobs, reference[0, len(requests[3].input_ids) :], atol=1e-4)
 
 
-def test_what_was_read_besides_tokens_is_not_read_again() -> None:
+def test_streams_in_turn_keep_encoder_inputs() -> None:
     loop = SpeculativeDecoder(shared_tiny("t5"), sampling=GREEDY)
     stream = loop.stream(IDS, attention_mask=MASK, max_new_tokens=6, inputs=encoder_inputs("t5"))
     next(stream)

@@ -102,7 +102,7 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
     ("sampling", "counts", "one_graph", "num_graphs"),
     [
         # The forward over pairs and over a draft, the uniforms, the verification.
-        (MIXED, [2], False, 4),
+        pytest.param(MIXED, [2], False, 4, marks=pytest.mark.slow),
         # A graph for few drafts, made before the first step of more, reads what these gave.
         pytest.param(
             *(GREEDY, [1, 5], True, 2), marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")

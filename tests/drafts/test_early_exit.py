@@ -39,7 +39,7 @@ def test_all_layers_accept_every_draft(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("llama", 1), ("llama", 2), ("gemma3", 2), ("gpt2", 1)])
-def test_the_draft_is_the_target_without_its_last_layers(family: str, num_layers: int) -> None:
+def test_early_exit_is_the_first_layers(family: str, num_layers: int) -> None:
     """Compared with a model whose layers are truly cut. No weight is copied."""
     target = three_layers(family)
     cut = copy.deepcopy(target)
@@ -58,7 +58,7 @@ def test_the_draft_is_the_target_without_its_last_layers(family: str, num_layers
     assert len(model.key_values) == num_layers
 
 
-def test_a_deep_whisper_has_a_cache_for_each_layer() -> None:
+def test_early_exit_of_a_deep_whisper() -> None:
     # More decoder layers than the config class has by default, and another number than the encoder's.
     output = decode(EarlyExit(5), 3, family="whisper", target=tiny("whisper", decoder_layers=6), max_new_tokens=12)
     assert output.lengths.tolist() == [len(prompt) + 12 for prompt in PROMPTS]

@@ -71,7 +71,7 @@ def test_a_copying_task_is_drafted_from_its_input(make: type[DraftSource], side:
 
 
 @pytest.mark.parametrize("make", LOOKUPS)
-def test_rows_of_a_session_copy_from_their_own_input(make: type[DraftSource]) -> None:
+def test_encoder_lookup_in_a_session(make: type[DraftSource]) -> None:
     """Inputs have any length, and stand beside rows that go on."""
     decoder = SpeculativeDecoder(Editor(), make(), num_draft_tokens=8, schedule="constant", sampling=GREEDY)
     sources = [SOURCES[index] for index in (1, 0, 2, 1, 2)]
@@ -93,7 +93,7 @@ def test_what_t5_emits_does_not_change(make: type[DraftSource]) -> None:
     assert new_tokens(decode(draft, 4)) == expected_rows() and draft._input is None
 
 
-def test_a_match_does_not_reach_beyond_the_first_token() -> None:
+def test_encoder_lookup_match_ends_at_the_start() -> None:
     draft = PromptLookup(min_ngram=2)
     draft.start(torch.tensor([[4]]), torch.tensor([1]), 8, {"input_ids": torch.tensor([[4, 4, 4, 9]])})
     for text, expected in (([4], [-1, -1]), ([4, 4], [4, 9])):

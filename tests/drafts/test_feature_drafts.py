@@ -51,7 +51,7 @@ class OfThree(Reads):
     max_draft_tokens = 3
 
 
-def test_the_number_of_drafts_may_be_that_of_the_draft() -> None:
+def test_num_draft_tokens_defaults_to_the_draft() -> None:
     model = shared_tiny("llama")
     assert SpeculativeDecoder(model, OfThree()).schedule.buckets == (0, 3)
     assert SpeculativeDecoder(model, OfThree(), num_draft_tokens=2).schedule.buckets == (0, 2)

@@ -105,7 +105,7 @@ def test_wrong_drafts_are_caught_in_the_emitted_text(report: Report) -> None:
         expect_caught(report, f"loop, {type(draft).__name__} draft", p_values(tokens, pair_laws(TARGET)))
 
 
-def test_greedy_steps_are_those_of_the_draft_model_alone() -> None:
+def test_hierarchical_greedy_steps() -> None:
     """The same drafts, so the same number accepted in every step of every row."""
     small = perturbed(shared_tiny("llama"), 0.03)
     expected, _ = steps_of(small, 4)
@@ -158,7 +158,7 @@ def test_padding_behind_the_last_forward() -> None:
 
 
 @pytest.mark.parametrize("inner", ["n-gram", "close"])
-def test_the_first_drafts_do_not_depend_on_their_number(inner: str) -> None:
+def test_hierarchical_drafts_ignore_their_number(inner: str) -> None:
     """A row's tokens are then the same in any batch: K is what some row has room for."""
     most, *fewer = (
         drafts_of(HierarchicalDraft(PairModel(SMALL), make_draft(inner), num_forwards=6), count, trials=500).tokens

@@ -28,6 +28,7 @@ from torch_specops.drafts import (
     PromptLookup,
     SuffixLookup,
 )
+from torch_specops.drafts import lookup_else as lookup_else_module
 
 
 def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
@@ -36,6 +37,9 @@ def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
 
 class ByTheDrawnToken(LookupElse):
     """Uses the lookup in rows where the first drafts differ: a choice that depends on the token that was drawn."""
+
+    # Asks the model in every step.
+    _keeps_states = True  # type: ignore[assignment]
 
     def _mixed(self, found: Tensor, tokens: Tensor, *others: Any) -> Any:
         is_chosen = (found[:, :1] >= 0) & (found[:, :1] != tokens[:, :1])
@@ -91,14 +95,16 @@ OTHERS: dict[str, Callable[[], DraftSource]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("schedule", ["constant", "pauses"])
-def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["constant", "pauses", "pauses, as on CUDA"])
+def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other source drafts what it drafts alone, after steps with looked-up drafts and steps without drafts."""
+    if schedule.endswith("CUDA"):
+        monkeypatch.setattr(lookup_else_module, "is_eager_cpu", lambda *tensors: False)
     alone: dict[tuple[int, int], int] = {}
     decode(recorded(OTHERS[other](), alone), 1)
     found: dict[tuple[int, int], int] = {}
     draft = LookupElse(recorded(OTHERS[other](), found), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
-    output = decode(draft, 6, schedule=Pauses() if schedule == "pauses" else schedule)
+    output = decode(draft, 6, schedule=schedule if schedule == "constant" else Pauses())
     assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
     both = {place: token for place, token in found.items() if place in alone}
     assert len(both) >= 4 and both == {place: alone[place] for place in both}
@@ -144,6 +150,13 @@ def test_lookup_else_follows_its_parts() -> None:
     row = tokens[[1]], lengths[[2]]
     draft.start(*row, 12)
     assert draft.propose(*row, 4, greedy.tensors(1), torch.arange(1)).tokens.shape == (1, 2)
+    # A row that has ended needs no drafts, so a step in which all others are looked up does not ask the model.
+    draft.start(tokens, lengths, 12)
+    calls: dict[tuple[int, int], int] = {}
+    recorded(draft.other, calls)
+    for ends in (lengths, lengths + torch.tensor([0, 0, 2])):
+        asked, proposal = len(calls), draft.propose(tokens, ends, 2, greedy.tensors(3), torch.arange(3))
+    assert len(calls) == asked and proposal.logits is None
 
 
 def test_lookup_else_names_wrong_arguments() -> None:

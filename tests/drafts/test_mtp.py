@@ -336,7 +336,7 @@ class OfUser(MTP):
     pass
 
 
-def test_a_class_over_the_same_layers_gets_a_decoder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mtp_decoder_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
     tiny = tiny_mtp("qwen2", 2, vocab=TOKENS)
     call: dict[str, Any] = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 6, "compile": True}

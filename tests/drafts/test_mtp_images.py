@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tiny_images import IMAGE, Prompt, batch, images, prompts, vision_model
-from tiny_loops import GREEDY, Recording
+from tiny_images import IMAGE, NEW, Prompt, alone, batch, expected, image_call, images, prompt, prompts, vision_model
+from tiny_loops import GREEDY, Recording, new_tokens
 from tiny_mtp import add_mtp_layer
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from torch_specops import Request, SpeculativeDecoder
 from torch_specops.drafts import MTP
+from torch_specops.hf import custom_generate
 
 FAMILY = "qwen3_5"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """`vision_model` with an MTP layer beside it; no test changes it."""
+    folder = tmp_path_factory.mktemp("model")
+    vision_model(FAMILY).save_pretrained(folder)
+    add_mtp_layer(folder, "model.language_model.")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 class Recorder(Recording, MTP):
@@ -61,11 +73,8 @@ def plain_logits(model: Any, row: Prompt, text: Tensor, drafts: Tensor) -> Tenso
     return torch.stack(logits).float()
 
 
-def test_drafts_are_those_of_a_plain_computation(tmp_path: Path) -> None:
-    """Of texts with two images and none, and one in a row that is filled again."""
-    vision_model(FAMILY).save_pretrained(tmp_path)
-    add_mtp_layer(tmp_path, "model.language_model.")
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float64).eval()
+def test_mtp_drafts_after_images(model: PreTrainedModel) -> None:
+    """They equal a plain computation, for texts with two images and none, and for one in a row that is refilled."""
     rows = prompts(FAMILY)[:3]
     draft = Recorder.from_pretrained(model)
     options: dict[str, Any] = {"sampling": GREEDY, "num_draft_tokens": 2, "schedule": "constant", "compile": False}
@@ -84,3 +93,23 @@ def test_drafts_are_those_of_a_plain_computation(tmp_path: Path) -> None:
                 torch.testing.assert_close(proposed.logits[index], expected, rtol=1e-3, atol=1e-3)
                 checked[row] += 1
     assert min(checked.values()) >= 2
+
+
+def test_mtp_with_images_gives_the_text_of_generate(model: PreTrainedModel) -> None:
+    """The last prompt ends one token after an image: the two tokens that a draft leaves unread reach into it."""
+    rows = [*prompts(FAMILY), prompt(FAMILY, 5, "1")]
+    texts = [*expected(FAMILY), alone(vision_model(FAMILY), FAMILY, rows[-1])]
+    decoder = SpeculativeDecoder(model, MTP.from_pretrained(model), sampling=GREEDY, num_draft_tokens=2)
+    requests = [Request(list(row.tokens), NEW, inputs=images(FAMILY, [row]) or None) for row in rows]
+    found = {each.index: each.new_tokens.tolist() for each in decoder.generate_many(requests, batch_size=2)}
+    assert [found[index] for index in range(len(rows))] == texts
+    output = decoder.generate(**image_call(FAMILY, rows))
+    assert new_tokens(output) == texts and output.stats.num_proposed > 0
+    target: Any = decoder.target
+    for index, row in enumerate(rows):
+        with torch.no_grad():
+            states = model.model(**batch(FAMILY, [row])).last_hidden_state[0, :-1]
+        torch.testing.assert_close(target.features[index, : len(states)], states)
+    given = batch(FAMILY, rows, "right")
+    options = {"do_sample": False, "max_new_tokens": NEW, "use_mtp": True, "custom_generate": custom_generate}
+    assert model.generate(**given, **options)[:, given["input_ids"].shape[1] :].tolist() == texts

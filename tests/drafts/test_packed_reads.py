@@ -90,7 +90,7 @@ def test_packed_rows_give_the_logits_of_padded_rows(
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_tokens_are_rotated_by_the_length_of_their_own_row(always_packed: None) -> None:
+def test_packed_reads_rotate_by_row_length(always_packed: None) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
     target = language_model(tiny("llama", max_position_embeddings=8, rope_parameters=rope))
     target.max_length = None

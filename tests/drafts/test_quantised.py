@@ -97,7 +97,7 @@ def quantised(model: PreTrainedModel, weights: str) -> PreTrainedModel:
     ],
 )
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_quantised_target_and_draft_in_one_compiled_step(
+def test_quantised_models_in_one_compiled_step(
     target_weights: str, num_drafts: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact relative to the quantised target: its own greedy text, which is not that of the model it was made from."""

@@ -80,7 +80,7 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "pauses", "auto"])
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_drafting_ends_where_the_draft_can_read_no_more(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_ends_at_the_drafts_length(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
     schedule = Pauses() if how == "pauses" else "auto" if how == "auto" else "constant"
     options: dict[str, Any] = {"num_draft_tokens": 3, "schedule": schedule, "compile": how == "compiled"}
@@ -106,7 +106,7 @@ def test_drafting_ends_where_the_draft_can_read_no_more(kind: str, how: str, mon
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_sessions_with_rows_that_are_too_long_for_the_draft(kind: str) -> None:
+def test_sessions_with_rows_beyond_the_draft(kind: str) -> None:
     draft = DRAFTS[kind]()
     decoder = SpeculativeDecoder(PairModel(TABLE), draft, num_draft_tokens=3, sampling=GREEDY)
     # No row has drafts for long before the last request comes.
@@ -119,9 +119,7 @@ def test_sessions_with_rows_that_are_too_long_for_the_draft(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "requests"])
 @pytest.mark.parametrize("draft", [lambda: PairModel(TABLE), Short, lambda: PromptLookup(min_ngram=1)])
-def test_a_target_is_not_asked_for_positions_beyond_its_last(
-    how: str, draft: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_target_reads_no_position_beyond(how: str, draft: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One row ends at its last position, others before, by an eos or their limits."""
     monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
     texts = {"input_ids": TEXTS, "max_new_tokens": [24, 8, 5], "eos_token_id": [[], [], [expected()[2][1]]]}

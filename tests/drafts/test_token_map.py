@@ -58,7 +58,7 @@ def test_tokens_without_a_twin() -> None:
     assert torch.equal(logits[0][..., has_twin], logits[1][..., has_twin])
 
 
-def test_what_has_nothing_to_do_with_tokens_is_the_models_own() -> None:
+def test_token_map_passes_other_members_on() -> None:
     names = ("clear_rows", "copy_rows", "not_compiled", "reads_rows", "replace_inputs", "static_tensors")
     for model in (language_model(shared_tiny("t5")), PairModel(random_table(VOCAB, seed=0))):
         mapped = TokenMap(model, torch.arange(VOCAB))

@@ -13,8 +13,8 @@ from tiny_models import PairModel, raised, random_table, shared_tiny
 from torch import Tensor, nn
 
 import torch_specops
-from torch_specops import SamplingParams, SpeculativeDecoder
-from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, LanguageModel, PromptLookup, TokenMap
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
+from torch_specops.drafts import Draft, DraftSource, HierarchicalDraft, LanguageModel, NGram, PromptLookup, TokenMap
 
 TABLE = random_table(8, seed=5)
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -205,7 +205,7 @@ class PairModule(nn.Module, LanguageModel):
         return [module.training for module in self.modules()]
 
 
-def test_a_module_of_ones_own_is_in_evaluation_mode_while_it_decodes() -> None:
+def test_user_module_decodes_in_evaluation_mode() -> None:
     target, draft = PairModule(TABLE), PairModule(TABLE)
     before = target.modes()
     assert before == [True, False, True]
@@ -247,3 +247,31 @@ def test_a_model_that_returns_other_logits_is_said() -> None:
         ValueError, match=r"target: expected logits \[2, 1, 'V'\] .* num_logits = 1, got shape \[2, 3, 8"
     ):
         torch_specops.generate(IgnoresNumLogits(TABLE), PROMPTS, max_new_tokens=4)
+
+
+class Proposes(DraftSource):
+    """The same tokens for every row."""
+
+    def __init__(self, *proposed: int) -> None:
+        self.proposed = torch.tensor(proposed)
+
+    def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *rest: Any) -> Draft:
+        return Draft(self.proposed[:num_draft_tokens].expand(len(lengths), -1))
+
+
+def test_drafts_outside_of_the_vocabulary() -> None:
+    padding = SpeculativeDecoder(PairModel(TABLE), Proposes(1, -1, -5), sampling=GREEDY)
+    assert torch.equal(padding.generate(PROMPTS, max_new_tokens=10).sequences, EXPECTED)
+    message = r"draft: expected tokens in \[0, 8\), or below 0 for padding, from Proposes.propose, got 9"
+    for draft in (Proposes(1, 9, 8), HierarchicalDraft(PairModel(TABLE), Proposes(1, 9, 8))):
+        decoder = SpeculativeDecoder(PairModel(TABLE), draft, sampling=GREEDY, schedule="constant")
+        with pytest.raises(ValueError, match=message):
+            decoder.generate(PROMPTS, max_new_tokens=10)
+        # A session and `generate_many` have the same rows.
+        session = decoder.session(2, max_length=16)
+        session.submit(Request([1, 2, 3], 9))
+        with pytest.raises(ValueError, match=message):
+            session.step()
+    table = NGram.from_tokens(torch.arange(9), vocab_size=9)
+    with pytest.raises(ValueError, match=r"draft: expected the vocabulary of the target \(8 tokens\), got 9"):
+        SpeculativeDecoder(PairModel(TABLE), table)

@@ -1,15 +1,15 @@
-"""What users do to a model between two calls, by the rows of the table in docs/models.md."""
+"""What users do to a model between two calls. changes_table.py says what each of these changes does to a decoder."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from tiny_hybrids import tiny_hybrid
 from tiny_models import VOCAB, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,36 +18,10 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils import parametrizations, parametrize
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
-Apply = Callable[[Any], object]
+Apply = Callable[[Any], Any]
 NEW_WORDS = 4
 
 llama = partial(tiny, "llama", num_hidden_layers=1)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a model.
-
-    Attributes:
-        apply: makes it. Of one that is refused, returns a function that takes it back.
-        make: the model before.
-        of: the models that change: "both", "target" or "draft".
-        error: the message with which it is refused, a pattern.
-        tolerance: of log-probabilities.
-        swaps_weights: as `changed` takes it.
-    """
-
-    apply: Apply
-    make: Callable[[], PreTrainedModel] = llama
-    of: str = "both"
-    error: str = ""
-    tolerance: float = 1e-4
-    swaps_weights: bool = False
-
-    @property
-    def needs_draft(self) -> bool:
-        """True = a draft that is a model, because without it nothing is refused."""
-        return self.of == "draft" or self.error.startswith("draft")
 
 
 def made_with(apply: Apply) -> PreTrainedModel:
@@ -111,6 +85,39 @@ def remove_layer(model: PreTrainedModel) -> None:
 
 def replace_attention(model: PreTrainedModel) -> None:
     model.model.layers[0].self_attn = llama(num_key_value_heads=4).model.layers[0].self_attn
+
+
+# A hybrid's module that keeps a state.
+
+
+def hybrid(**fields: object) -> PreTrainedModel:
+    return tiny_hybrid(
+        "qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **fields
+    )
+
+
+def state_module(model: PreTrainedModel) -> Any:
+    return model.model.layers[0].linear_attn
+
+
+def replace_states(model: PreTrainedModel) -> None:
+    model.model.layers[0] = hybrid(seed=9, linear_num_value_heads=2).model.layers[0]
+
+
+def double_by_class(model: PreTrainedModel) -> None:
+    module, own = state_module(model), type(state_module(model))
+    body = {"forward": lambda self, *args, **kwargs: 2 * own.forward(self, *args, **kwargs)}
+    module.__class__ = type("Doubled", (own,), body)
+
+
+def double_by_forward(model: PreTrainedModel) -> None:
+    module = state_module(model)
+    own = module.forward
+    module.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
+def double_by_hook(model: PreTrainedModel) -> None:
+    state_module(model).register_forward_hook(lambda module, given, output: 2 * output)
 
 
 # Adapters.
@@ -251,6 +258,56 @@ CONTAINERS: list[Callable[[Any], Any]] = [
 ]
 
 
+class OfAClass(nn.Module):
+    """Reaches a module by an attribute of its class, which a copy shares."""
+
+    kept: ClassVar = [nn.Dropout(0.5).eval()]
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.kept[0](self.base(states))
+
+
+class OfAWeakMethod(nn.Module):
+    """Reaches a module by a method that it does not keep."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.drop = base, nn.Dropout(0.5)
+        self.call = weakref.WeakMethod(self.drop.forward)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.call()(self.base(states))
+
+
+def with_mlp(kind: Callable[[nn.Module], nn.Module]) -> PreTrainedModel:
+    model = llama()
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    return model.eval()
+
+
+class Lora(nn.Module):
+    """As PEFT hangs an adapter on a module: by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def hook(self, module: nn.Module, given: tuple[Tensor], states: Tensor) -> Tensor:
+        return states + self.drop(given[0])
+
+
+def with_lora(hook_of: Callable[[Lora], Any]) -> PreTrainedModel:
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    mlp.lora = Lora()
+    mlp.register_forward_hook(hook_of(mlp.lora))
+    return model.eval()
+
+
 def train(model: PreTrainedModel) -> Apply:
     model.train()
     return lambda model: model.eval()
@@ -318,87 +375,3 @@ def granite() -> PreTrainedModel:
         if weight.dim() > 1:
             nn.init.normal_(weight, std=0.35)
     return model.double().eval()
-
-
-CHANGES: dict[str, dict[str, Change]] = {
-    "weights in place": {"optimizer": Change(optimizer_step), "load_state_dict": Change(load_state_dict)},
-    "other weights": {"parameters": Change(new_parameters), "tied": Change(tie)},
-    "the dtype": {"bfloat16": Change(lambda model: model.to(torch.bfloat16), tolerance=0.25)},
-    "a submodule replaced": {"head": Change(replace_head), "in a layer": Change(replace_in_a_layer)},
-    "layers or heads": {
-        "heads": Change(replace_attention),
-        "appended": Change(append_layer),
-        "removed": Change(remove_layer, partial(tiny, "llama")),
-    },
-    "an adapter": {
-        name: Change(apply, adapted)
-        for name, apply in {
-            "off": lambda model: setattr(adapter_of(model), "is_on", False),
-            "a string": lambda model: setattr(adapter_of(model), "only", "b"),
-            "a list in place": lambda model: adapter_of(model).active.append("b"),
-            "a dict in place": lambda model: adapter_of(model).scaling.update(a=5.0),
-            "merged": merge,
-        }.items()
-    },
-    "a field of the config": {
-        "sliding_window": Change(
-            lambda model: setattr(model.config, "sliding_window", 2), partial(tiny, "mistral", num_hidden_layers=1)
-        ),
-        "final_logit_softcapping": Change(
-            lambda model: setattr(model.config, "final_logit_softcapping", 1.0),
-            partial(tiny, "gemma2", num_hidden_layers=1),
-        ),
-        "logits_scaling": Change(lambda model: setattr(model.config, "logits_scaling", 4.0), granite),
-    },
-    "the attention implementation": {
-        "eager": Change(set_attention("eager"), partial(showing_attention, "sdpa")),
-        "sdpa": Change(set_attention("sdpa"), partial(showing_attention, "eager")),
-    },
-    "a hook": {
-        "added": Change(add_hook),
-        "before a layer": Change(add_pre_hook),
-        "removed": Change(lambda model: model.lm_head._forward_hooks.clear(), partial(made_with, add_hook)),
-    },
-    "a forward of its own": {
-        "set": Change(set_forward),
-        "of the model": Change(wrap_forward),
-        "removed": Change(lambda model: delattr(model.lm_head, "forward"), partial(made_with, set_forward)),
-    },
-    "the class of a module": {
-        "__class__": Change(set_class),
-        "parametrize": Change(add_parametrization),
-        "weight_norm": Change(weight_norm),
-        "spectral_norm": Change(lambda model: parametrizations.spectral_norm(model.lm_head)),
-    },
-    "train() and eval()": {
-        "dropout in attention": Change(train, partial(llama, attention_dropout=0.5)),
-        "lists, dicts and tuples": Change(train, partial(dropping, *CONTAINERS)),
-        "a weak reference": Change(train, partial(dropping, lambda module: weakref.ref(module.own))),
-        "itself in a list": Change(train, partial(dropping, lambda module: [module])),
-    },
-    "train() with a module in a plain object": {
-        "refused": Change(
-            train,
-            partial(dropping, lambda module: Plain(module.own)),
-            of="target",
-            error=r"(?s).*training mode.*model\.eval\(\)",
-        )
-    },
-    "the vocabulary": {"resized": Change(resize)},
-    "the vocabulary of the target or the draft alone": {
-        of: Change(resize, of=of, error="draft: expected the vocabulary of the target") for of in ("target", "draft")
-    },
-    "a model that cannot be read any more": {
-        "no head": Change(lose_the_head, of="target", error="(model|target): expected a model with a language head"),
-        "a draft without a head": Change(lose_the_head, of="draft", error="draft: expected a model with a language"),
-        "on meta": Change(leave_for_meta, of="target", error="(model|target): expected all weights"),
-        "a draft on meta": Change(leave_for_meta, of="draft", error="draft: expected all weights on one device"),
-        "flex attention": Change(
-            set_attention("flex_attention"), of="target", error="(model|target): attention 'flex_"
-        ),
-    },
-    "FSDP2": {
-        "after the decoder was made": Change(shard, swaps_weights=True),
-        "before": Change(change_in_place, partial(made_with, shard), swaps_weights=True),
-    },
-}

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from tiny_models import sharp_model
+from tiny_loops import GREEDY
+from tiny_models import perturbed, sharp_model
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from torch_specops import Request, SpeculativeDecoder
 
 VOCAB, IMAGE, BEGIN, END = 64, 60, 61, 62
 NEW = 10
@@ -174,3 +177,36 @@ def alone(model: PreTrainedModel, family: str, row: Prompt, num_new: int = NEW) 
 def expected(family: str) -> list[list[int]]:
     """Of `prompts`."""
     return [alone(vision_model(family), family, row) for row in prompts(family)]
+
+
+@functools.cache
+def small_vision_model(family: str) -> PreTrainedModel:
+    """A draft that often agrees."""
+    return perturbed(vision_model(family), 0.01)
+
+
+def image_call(family: str, rows: list[Prompt], side: str = "left") -> dict[str, Any]:
+    """Arguments of the decoder's `generate`, without type ids."""
+    given = batch(family, rows, side)
+    return {name: given[name] for name in ("input_ids", "attention_mask")} | {
+        "inputs": images(family, rows) or None,
+        "max_new_tokens": NEW,
+        "eos_token_id": (),
+    }
+
+
+def image_loop(family: str, draft: Any = None, **options: Any) -> SpeculativeDecoder:
+    """A greedy decoder with three drafts."""
+    options = {"sampling": GREEDY, "schedule": "constant", "num_draft_tokens": 3} | options
+    return SpeculativeDecoder(vision_model(family), draft, **options)
+
+
+def image_request(family: str, row: Prompt, num_new: int = NEW, **options: Any) -> Request:
+    return Request(list(row.tokens), num_new, inputs=images(family, [row]) or None, eos_token_id=(), **options)
+
+
+@torch.no_grad()
+def next_logits(family: str, row: Prompt, *new: int) -> Tensor:
+    """[VOCAB], after a prompt and new tokens, from a forward over all of them."""
+    given = batch(family, [row._replace(tokens=(*row.tokens, *new))])
+    return vision_model(family)(**given).logits[0, -1]

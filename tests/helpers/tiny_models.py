@@ -94,6 +94,23 @@ def sharp_model(config: PreTrainedConfig, seed: int = 0, auto: Any = AutoModelFo
     return model
 
 
+_UNTESTED = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def untested(prefix: str, **fields: object) -> PreTrainedModel:
+    """A model of a family that TESTED_FAMILIES does not name, with 50 tokens and in float32."""
+    config = getattr(transformers, f"{prefix}Config")(**(_UNTESTED | fields), bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+
+
+def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
+    """One forward over whole texts, without a cache and without padding."""
+    if inputs is None:
+        return model(tokens, use_cache=False).logits.float()
+    return model(**inputs, decoder_input_ids=tokens, use_cache=False).logits.float()
+
+
 def perturbed(model: PreTrainedModel, scale: float = 0.02, seed: int = 1) -> PreTrainedModel:
     """A copy that often, but not always, agrees with the model: a draft with partial acceptance."""
     clone = copy.deepcopy(model)
@@ -105,6 +122,8 @@ def perturbed(model: PreTrainedModel, scale: float = 0.02, seed: int = 1) -> Pre
     return clone
 
 
+# Three texts of 24 tokens, without pad tokens, which are 0.
+TOKENS = torch.randint(1, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
 # Encoder-decoder texts begin with 1, the decoder's start token.
 PROMPTS = ([1, 17, 5, 33, 17, 5, 48], [1], [1, 29, 40, 8])
 

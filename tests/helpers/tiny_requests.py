@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from tiny_loops import new_tokens, streamed
 
 from torch_specops import Completion, GenerationOutput, Request, SpeculativeDecoder
 
@@ -36,3 +37,23 @@ def many(decoder: SpeculativeDecoder, requests: Sequence[Request], batch_size: i
     found = in_order(decoder.generate_many(requests, batch_size=batch_size, **options))
     assert [completion.index for completion in found] == list(range(len(requests)))
     return texts(found)
+
+
+TWO_PROMPTS = torch.tensor([[1, 2], [3, 4]])
+
+
+def in_session(decoder: SpeculativeDecoder) -> list[list[int]]:
+    with decoder.session(2, max_length=16) as session:
+        handles = [session.submit(Request(prompt, 9)) for prompt in TWO_PROMPTS]
+        while not session.is_idle:
+            session.step()
+    return [handle.result(0).new_tokens.tolist() for handle in handles]
+
+
+# Every way to call a decoder: nine new tokens of each of the two prompts.
+CALLS: dict[str, Callable[[SpeculativeDecoder], list[list[int]]]] = {
+    "generate": lambda decoder: new_tokens(decoder.generate(TWO_PROMPTS, max_new_tokens=9)),
+    "stream": lambda decoder: streamed(list(decoder.stream(TWO_PROMPTS, max_new_tokens=9)), 2),
+    "generate_many": lambda decoder: many(decoder, [Request(prompt, 9) for prompt in TWO_PROMPTS], 2),
+    "session": in_session,
+}

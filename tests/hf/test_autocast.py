@@ -56,7 +56,7 @@ def in_both_states(new_decoder: Callable[[], SpeculativeDecoder], **call: Any) -
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "t5", "whisper"])
-def test_autocast_may_come_and_go_between_the_calls_of_a_decoder(family: str) -> None:
+def test_autocast_may_change_between_calls(family: str) -> None:
     """Caches of keys and values, those of an encoder's output, and masks are of the dtype that the batch has."""
     model = tiny(family).float()
     call, inputs = CALL, encoder_inputs(family)
@@ -77,7 +77,7 @@ def test_autocast_may_come_and_go_between_the_calls_of_a_decoder(family: str) ->
             assert_same(decoder.generate(**call), expected)
 
 
-def test_a_forward_may_be_wrapped_in_autocast_and_unwrapped() -> None:
+def test_autocast_around_a_forward() -> None:
     """As accelerate does with mixed precision."""
     model = tiny("llama", attention="eager").float()
     decoder = SpeculativeDecoder(model)
@@ -125,7 +125,7 @@ def test_a_batch_is_stepped_as_it_began() -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_text_that_is_read_under_another_autocast_is_an_error() -> None:
+def test_autocast_change_within_a_text_is_refused() -> None:
     adapter = hf.language_model(tiny("llama").float())
     adapter.start(1, 8)
     adapter.forward(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))

@@ -1,68 +1,77 @@
-"""A model that changes between two calls of a decoder: the table in docs/models.md, row by row.
+"""A transformers model that changes between two calls of a decoder, or in an open session.
 
-What a call gives is compared with a forward of the changed model itself, without a cache and in evaluation mode.
+`ROWS` in helpers/changes_table.py is the table of docs/models.md with examples of each kind of change. A trial uses a
+decoder, makes the change, and uses the decoder again. This second call must give what a forward of the changed model
+gives, without a cache and in evaluation mode; or the row's error. No call may change anything in the user's model.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from model_changes import CHANGES, adapted, adapter_of, add_parametrization, granite, llama, shard
+from changes_table import NO_TEXT_RUNS, NOT_RECOMPILED, REFUSED, ROWS, Change, Row
+from model_changes import (
+    adapted,
+    adapter_of,
+    add_parametrization,
+    granite,
+    llama,
+    replace_attention,
+    replace_head,
+    shard,
+)
 from model_state import changed, state_of
-from tiny_models import VOCAB
+from tiny_loops import GREEDY, new_tokens
+from tiny_models import VOCAB, tiny
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from ways_to_decode import (
+    PROMPTS,
+    WAYS,
+    WIDTH,
+    Found,
+    Way,
+    by_beam_search,
+    by_custom_generate,
+    by_generate,
+    by_session,
+    difference,
+    found_of,
+    own_logprobs,
+    requests,
+    until_done,
+)
 
-from torch_specops import Request, SamplingParams, Session, SpeculativeDecoder, compilation
-from torch_specops.beam import beam_search
+from torch_specops import SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.decode import Handle
-from torch_specops.drafts import PromptLookup
-from torch_specops.hf import custom_generate
+from torch_specops.drafts import EarlyExit
+from torch_specops.hf import language_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-HEADER = "| change between two calls | at the next call | in an open session | in compiled steps |\n"
-NEXT_TEXT, NO_TEXT_RUNS, AS_THEY_ARE, REFUSED = (
-    "from the next text",
-    "while no text runs",
-    "yes, as they are",
-    "refused",
-)
-# By columns. Other answers are promises that nothing here tries.
-ANSWERS = (
-    {"yes", "as in `eval()`", REFUSED},
-    {"at the next step", NEXT_TEXT, NO_TEXT_RUNS, "as in `eval()`", REFUSED},
-    {"yes", AS_THEY_ARE, "as in `eval()`", REFUSED},
-)
-# In both rows the first tokens come again.
-PROMPTS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5], [9, 4, 17, 33, 9, 4, 17, 33, 9]])
-WIDTH = PROMPTS.shape[1]
-GREEDY = SamplingParams(temperature=0.0)
+TRIALS = [(row, name) for row in ROWS for name in ROWS[row].changes]
 
 
-def table() -> dict[str, list[str]]:
-    """The answers of each row, by what it says before its colon."""
+def test_the_docs_have_the_table_of_changes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    _, table = page.split("| change between two calls | at the next call | in an open session | in compiled steps |\n")
     rows = {}
-    for line in PAGE.read_text().split(HEADER)[1].splitlines()[1:]:
-        if not line.startswith("|"):
-            break
-        change, *answers = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[change.split(":")[0].replace("`", "")] = answers
-    return rows
-
-
-ROWS = table()
-TRIES = [(row, name) for row, changes in CHANGES.items() for name in changes]
+    for line in table.split("\n\n")[0].splitlines()[1:]:
+        change, *promises = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[change.split(":")[0].replace("`", "")] = promises
+    assert rows == {name: [row.next_call, row.session, row.compiled] for name, row in ROWS.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,111 +87,7 @@ def traced(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend="eager"))
 
 
-# The ways in.
-
-
-class Found(NamedTuple):
-    """Texts [2, L], the raw log-probabilities of their new tokens [2, n], whether all drafts were accepted."""
-
-    texts: Tensor
-    logprobs: Tensor | None
-    all_accepted: bool = True
-
-
-Way = Callable[[int], Found]
-
-
-def by_generate(target: PreTrainedModel, draft: Any, compile: bool = False) -> Way:
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=GREEDY, compile=compile)
-
-    def call(new: int) -> Found:
-        output = decoder.generate(PROMPTS, max_new_tokens=new, eos_token_id=(), logprobs="raw")
-        assert output.logprobs is not None
-        accepted = output.stats.num_accepted == output.stats.num_proposed
-        return Found(output.sequences, output.logprobs[:, WIDTH:], accepted)
-
-    return call
-
-
-def requests(new: int) -> list[Request]:
-    return [Request(prompt, new, eos_token_id=()) for prompt in PROMPTS]
-
-
-def found_of(completions: Any) -> Found:
-    own = sorted(completions, key=lambda completion: completion.index)
-    for completion in own:
-        if completion.error is not None:
-            raise ValueError(completion.error)
-    return Found(*(torch.stack([getattr(each, name) for each in own]) for name in ("tokens", "logprobs")))
-
-
-def by_generate_many(target: PreTrainedModel, draft: Any, compile: bool = False) -> Way:
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=GREEDY, compile=compile)
-    return lambda new: found_of(decoder.generate_many(requests(new), batch_size=2, max_length=40, logprobs="raw"))
-
-
-def until_done(session: Session, *handles: Handle) -> list[Any]:
-    while not all(handle.done for handle in handles):
-        session.step()
-    return [handle.result() for handle in handles]
-
-
-def by_session(target: PreTrainedModel, draft: Any, compile: bool = False) -> Way:
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, sampling=GREEDY, compile=compile)
-    session = decoder.session(2, max_length=40, logprobs="raw")
-    return lambda new: found_of(until_done(session, *map(session.submit, requests(new))))
-
-
-def by_custom_generate(target: PreTrainedModel, draft: Any, compile: bool = False) -> Way:
-    options: dict[str, Any] = {"custom_generate": custom_generate, "draft_model": draft, "num_draft_tokens": 3}
-    options |= {"compile": compile, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPTS)}
-    # Steps that keep logits are not compiled.
-    options |= {"return_dict_in_generate": True, "output_logits": not compile}
-
-    def call(new: int) -> Found:
-        output = target.generate(PROMPTS, max_new_tokens=new, **options)
-        if compile:
-            return Found(output.sequences, None)
-        logprobs = torch.stack(output.logits, 1).log_softmax(-1)
-        return Found(output.sequences, logprobs.gather(2, output.sequences[:, WIDTH:, None]).squeeze(2))
-
-    return call
-
-
-# How a way is made, and its draft.
-WAYS: dict[str, tuple[Callable[..., Way], Any]] = {
-    "generate": (by_generate, None),
-    "generate with PromptLookup": (by_generate, PromptLookup(min_ngram=1)),
-    "generate with a model": (by_generate, "model"),
-    "generate_many": (by_generate_many, "model"),
-    "session": (by_session, "model"),
-    "custom_generate": (by_custom_generate, "model"),
-}
-
-
-# What is expected.
-
-
-def own_logprobs(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """Of all tokens after each token of texts [2, L], from the model itself in the mode that it is in."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return model(texts, use_cache=False).logits.float().log_softmax(-1)
-
-
-def difference(found: Found, model: PreTrainedModel, start: int = WIDTH) -> float:
-    """How far the log-probabilities of the tokens from a place on are from the model's in evaluation mode, and these
-    tokens from its greedy ones."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    expected = own_logprobs(model, found.texts)[:, start - 1 : -1]
-    for module, training in modes:
-        module.training = training
-    own = expected.gather(2, found.texts[:, start:, None]).squeeze(2)
-    differences = [expected.amax(2) - own]
-    if found.logprobs is not None:
-        differences.append((found.logprobs - own).abs())
-    return float(torch.stack(differences).amax())
+# A trial.
 
 
 def why_not_trained(model: PreTrainedModel) -> list[str]:
@@ -195,122 +100,146 @@ def why_not_trained(model: PreTrainedModel) -> list[str]:
     return [] if has_gradients else ["training: no gradients"]
 
 
-def failures(row: str, name: str, ways: Iterable[str], compile: bool = False) -> list[str]:
-    """The ways in that do not do what the table says, and what they leave behind in the models."""
-    change, answers = CHANGES[row][name], ROWS[row]
-    target, draft, twin = (change.make() for _ in range(3))
-    before, state = own_logprobs(twin, PROMPTS), state_of(target, draft)
+def used_calls(change: Change, target: Any, draft: Any, ways: Iterable[str], is_refused: bool, compile: bool) -> Any:
+    """By way: a call that was made once."""
     calls: dict[str, Way] = {}
     for way in ways:
         make, kind = WAYS[way]
-        if kind == "model" or not change.needs_draft:
-            try:
-                calls[way] = make(target, draft if kind == "model" else kind, compile)
-                calls[way](2)
-            except ValueError as error:
-                # Some of what is refused in compiled steps is there from the beginning.
-                if not (compile and answers[2] == REFUSED and str(error).startswith("compile: ")):
-                    raise
-                calls.pop(way, None)
-    wrong, undo = changed(state, target, draft, swaps_weights=change.swaps_weights), []
+        if kind != "model" and change.needs_draft:
+            continue
+        try:
+            call = make(target, draft if kind == "model" else kind, compile)
+            call(2)
+        except ValueError as error:
+            # Some of what compiled steps refuse is there before the change.
+            if not (compile and is_refused and str(error).startswith("compile: ")):
+                raise
+        else:
+            calls[way] = call
+    return calls
+
+
+def problem_of(call: Way, change: Change, is_refused: bool, target: PreTrainedModel, has_draft: bool) -> str:
+    """Why the next call is not what its row promises; empty = it is."""
+    try:
+        found = call(5)
+    except Exception as error:
+        is_promised = is_refused and re.match(change.error or "compile: ", str(error))
+        return "" if is_promised else f"{type(error).__name__}: {str(error)[:200]}"
+    if is_refused:
+        return "not refused"
+    if (far := difference(found, target)) > change.tolerance:
+        return f"differs by {far:.1e}"
+    # The draft is the target's twin. In 16 bits, the two may differ by rounding.
+    is_twin = has_draft and change.tolerance < 1e-3
+    return "the draft is as before" if is_twin and not found.all_accepted else ""
+
+
+def problems(row: Row, change: Change, ways: Iterable[str], compile: bool = False) -> list[str]:
+    target, draft, twin = (change.make() for _ in range(3))
+    before, state = own_logprobs(twin, PROMPTS), state_of(target, draft)
+    calls = used_calls(change, target, draft, ways, row.compiled == REFUSED, compile)
+    found = changed(state, target, draft, swaps_weights=change.swaps_weights)
+    # The change.
+    take_back = []
     for model, of in ((target, "target"), (draft, "draft")):
         if change.of in (of, "both"):
             torch.manual_seed(1)
-            undo.append((change.apply(model), model))
+            take_back.append(partial(change.apply(model) or (lambda model: None), model))
     if not change.error:
-        # Not of the target: some changes are complete after a forward, which has to be the loop's.
+        # Some changes are complete after a forward, which has to be the loop's: the twin is asked, not the target.
         change.apply(twin)
         after = own_logprobs(twin, PROMPTS)[..., :VOCAB]
         assert (after - before).abs().max() > 1e-2, "nothing can be seen of this change"
+    # The next call.
     state, num_graphs = state_of(target, draft), counters["stats"]["unique_graphs"]
     for way, call in calls.items():
-        answer = answers[2 if compile else 1 if way == "session" else 0]
-        try:
-            found = call(5)
-        except Exception as error:
-            if answer != REFUSED or not re.match(change.error or "compile: ", str(error)):
-                wrong.append(f"{way}: {type(error).__name__}: {str(error)[:200]}")
-        else:
-            if answer == REFUSED:
-                wrong.append(f"{way}: not refused")
-            elif (far := difference(found, target)) > change.tolerance:
-                wrong.append(f"{way}: differs by {far:.1e}")
-            # In 16 bits, the two may differ by rounding.
-            elif not found.all_accepted and WAYS[way][1] == "model" and change.tolerance < 1e-3:
-                wrong.append(f"{way}: the draft is as before")
-        wrong += [f"{way}: {each}" for each in changed(state, target, draft, swaps_weights=change.swaps_weights)]
-        if answer == AS_THEY_ARE and counters["stats"]["unique_graphs"] != num_graphs:
-            wrong.append(f"{way}: compiled anew")
+        promise = row.compiled if compile else row.session if way == "session" else row.next_call
+        problem = problem_of(call, change, promise == REFUSED, target, WAYS[way][1] == "model")
+        found += [f"{way}: {problem}"] if problem else []
+        found += [f"{way}: {each}" for each in changed(state, target, draft, swaps_weights=change.swaps_weights)]
+        if promise == NOT_RECOMPILED and counters["stats"]["unique_graphs"] != num_graphs:
+            found.append(f"{way}: recompiled")
+    # What was refused is read again when the change is taken back. The error has ended a session.
     if change.error:
-        for take_back, model in undo:
-            take_back(model)
+        for undo in take_back:
+            undo()
         for way, call in calls.items():
-            # The error has ended a session.
             if way != "session" and difference(call(5), target) > change.tolerance:
-                wrong.append(f"{way}: is not as before")
-    return wrong + why_not_trained(target)
+                found.append(f"{way}: is not as before")
+    return found + why_not_trained(target)
 
 
-# The rows.
-
-
-def test_every_row_is_tried() -> None:
-    assert list(ROWS) == list(CHANGES)
-    for row, answers in ROWS.items():
-        assert all(answer in known for answer, known in zip(answers, ANSWERS, strict=True)), row
-
-
-@pytest.mark.parametrize(("row", "name"), TRIES)
+@pytest.mark.parametrize(("row", "name"), TRIALS)
 def test_a_change_does_what_the_table_says(row: str, name: str) -> None:
     # The first change of a row is tried in all ways.
-    is_first = name == next(iter(CHANGES[row]))
-    wrong = failures(row, name, WAYS if is_first else ("generate with a model", "session"))
-    assert not wrong, "\n".join(wrong)
+    is_first = name == next(iter(ROWS[row].changes))
+    ways = WAYS if is_first else ("generate with a model", "session")
+    assert problems(ROWS[row], ROWS[row].changes[name], ways) == []
 
 
 # Dynamo takes a second or two for each step.
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "name"), TRIES)
+@pytest.mark.parametrize(("row", "name"), TRIALS)
 @pytest.mark.usefixtures("traced")
 def test_compiled_steps_do_too(row: str, name: str) -> None:
-    ways = ("generate with a model",) if CHANGES[row][name].needs_draft else ("generate", "custom_generate")
-    wrong = failures(row, name, ways, compile=True)
-    assert not wrong, "\n".join(wrong)
+    change = ROWS[row].changes[name]
+    ways = ("generate with a model",) if change.needs_draft else ("generate", "custom_generate")
+    assert problems(ROWS[row], change, ways, compile=True) == []
+
+
+# Compiled steps.
+
+
+def scaled(module: nn.Module, given: Any, *rest: Any) -> Tensor:
+    """A hook that gets the module's keywords or not, and gives something else then."""
+    return rest[-1] * (0.5 if len(rest) == 2 else 1.5)
 
 
 @pytest.mark.usefixtures("traced")
-def test_compiled_custom_generate_sees_a_config() -> None:
-    assert failures("a field of the config", "sliding_window", ["custom_generate"], compile=True) == []
-
-
-@pytest.mark.usefixtures("traced")
-def test_a_compiled_session_sees_one_change_after_another() -> None:
+def test_compiled_session_sees_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     call = by_session(model, None, compile=True)
     assert difference(call(2), model) < 1e-4
-    wrong, before = [], own_logprobs(model, PROMPTS)
-    # The class of the head is the last, because it has a `forward` without the hook.
-    for row, name in (
-        ("an adapter", "a string"),
-        ("a hook", "added"),
-        ("a hook", "removed"),
-        ("the class of a module", "__class__"),
-    ):
-        CHANGES[row][name].apply(model)
+    hooks: list[Any] = []
+
+    def double_mlp(module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+        return output * 2 if isinstance(module, LlamaMLP) else None
+
+    def patch_class() -> None:
+        own = LlamaMLP.forward
+        monkeypatch.setattr(LlamaMLP, "forward", lambda self, states: own(self, states) * 2)
+
+    changes: dict[str, Callable[[], object]] = {
+        "a string of an adapter": lambda: setattr(adapter_of(model), "only", "b"),
+        "a hook": lambda: hooks.append(model.lm_head.register_forward_hook(scaled)),
+        "no hook": lambda: hooks.pop().remove(),
+        # The same function, which gets other arguments.
+        "a hook with keywords": lambda: hooks.append(model.lm_head.register_forward_hook(scaled, with_kwargs=True)),
+        "a hook of all modules": lambda: hooks.append(nn.modules.module.register_module_forward_hook(double_mlp)),
+        "no hook of all modules": lambda: hooks.pop().remove(),
+        "a patched class": patch_class,
+        # The last, because its `forward` is without the hook.
+        "another class": lambda: ROWS["the class of a module"].changes["__class__"].apply(model),
+    }
+    found, before = [], own_logprobs(model, PROMPTS)
+    for name, change in changes.items():
+        change()
         after = own_logprobs(model, PROMPTS)
-        assert (after - before).abs().max() > 1e-2
+        assert (after - before).abs().max() > 1e-2, name
         before, num_graphs = after, counters["stats"]["unique_graphs"]
         if (far := difference(call(5), model)) > 1e-4:
-            wrong.append(f"{name}: differs by {far:.1e}")
+            found.append(f"{name}: differs by {far:.1e}")
         # What was compiled before the hook is used again.
-        if name == "removed" and counters["stats"]["unique_graphs"] != num_graphs:
-            wrong.append(f"{name}: compiled anew")
-    assert wrong == []
+        if name.startswith("no hook") and counters["stats"]["unique_graphs"] != num_graphs:
+            found.append(f"{name}: recompiled")
+    assert found == []
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
-def test_compiled_steps_see_more_changes_than_torch_keeps_graphs_for() -> None:
+def test_compiled_steps_see_more_changes_than_graphs() -> None:
+    """torch keeps `recompile_limit` graphs for a function."""
     model = adapted()
     call = by_generate(model, None, compile=True)
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -324,12 +253,12 @@ def test_compiled_steps_see_more_changes_than_torch_keeps_graphs_for() -> None:
 
 @pytest.mark.parametrize(
     ("row", "name"),
-    [("the dtype", "bfloat16"), ("layers or heads", "appended"), ("a submodule replaced", "head"), ("a hook", "added")],
+    [("the dtype", "bfloat16"), ("layers or heads", "appended"), ("a submodule replaced", "head")],
 )
 def test_a_change_while_a_text_runs(row: str, name: str) -> None:
     """All rows go on with the changed model once the next text has begun. A change of the head alone leaves the cache
     as it is, so that this can be computed."""
-    change = CHANGES[row][name]
+    change = ROWS[row].changes[name]
     model = change.make()
     with SpeculativeDecoder(model, sampling=GREEDY, compile=False).session(2, max_length=40, logprobs="raw") as session:
         first = session.submit(requests(12)[0])
@@ -338,7 +267,7 @@ def test_a_change_while_a_text_runs(row: str, name: str) -> None:
         before, end = copy.deepcopy(model), WIDTH + len(first.new_tokens)
         change.apply(model)
         second = session.submit(requests(6)[1])
-        if ROWS[row][1] == NO_TEXT_RUNS:
+        if ROWS[row].session == NO_TEXT_RUNS:
             with pytest.raises(RuntimeError, match=r"target: .* while texts run"):
                 until_done(session, second)
             return
@@ -362,10 +291,6 @@ class Lazy(nn.Module):
         if "scale" not in self.kept:
             self.kept["scale"] = torch.linspace(0.5, 3, states.shape[-1], dtype=states.dtype).exp()
         return self.base(states) * self.kept["scale"]
-
-
-def by_beam_search(target: PreTrainedModel, draft: Any) -> Way:
-    return lambda new: beam_search(target, PROMPTS, num_beams=2, max_new_tokens=new)
 
 
 @pytest.mark.parametrize(
@@ -397,3 +322,113 @@ def test_weights_sharded_over_several_ranks_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist.device_mesh.DeviceMesh, "size", lambda mesh, dim=None: 2)
     with pytest.raises(ValueError, match=r"model: its weights are sharded \(fully_shard\) over 2 ranks"):
         SpeculativeDecoder(model)
+
+
+# What the loop reads of the model.
+
+
+@pytest.mark.parametrize("change", [replace_attention, replace_head, lambda model: model.float()])
+def test_early_exit_of_a_changed_model(change: Callable[[Any], object]) -> None:
+    model = tiny("llama")
+    decoder = SpeculativeDecoder(model, EarlyExit(1), sampling=GREEDY, compile=False)
+    options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": ()}
+    before = new_tokens(decoder.generate(PROMPTS, **options))
+    change(model)
+    fresh = SpeculativeDecoder(copy.deepcopy(model), EarlyExit(1), sampling=GREEDY, compile=False)
+    output, expected = (each.generate(PROMPTS, **options) for each in (decoder, fresh))
+    assert new_tokens(output) == new_tokens(expected)
+    assert output.stats.num_accepted == expected.stats.num_accepted
+    assert change.__name__ == "<lambda>" or new_tokens(output) != before
+
+
+def test_changed_configs_are_copied_and_freed() -> None:
+    model = tiny("qwen3")
+    adapter = language_model(model)
+    for number in range(10):
+        config = copy.deepcopy(model.config)
+        config.note = {"number": [number]}
+        model.config = model.model.config = config
+        adapter.look()
+        copied = adapter.prepared.config
+        assert copied is adapter.prepared.model.config is not config
+        for name in ("note", "layer_types", "rope_parameters"):
+            assert vars(copied)[name] == vars(config)[name]
+    # Those that the modules have now, and no others.
+    assert len(adapter._copy.newest.configs) <= 3
+    config.lengths = torch.arange(2)
+    adapter.look()
+    assert torch.equal(adapter.prepared.config.lengths, config.lengths)
+    config.lock = (number for number in range(2))
+    with pytest.raises(ValueError, match="model: Qwen3Config cannot be copied: cannot pickle 'generator'"):
+        adapter.look()
+
+
+def test_hooks_write_to_the_users_model() -> None:
+    """A hook that reaches the model by its closure gets the model, not the copy."""
+    model = llama()
+    call = by_generate(model, None)
+
+    def note(module: nn.Module, given: Any, output: Tensor) -> None:
+        model.newest = output
+
+    model.lm_head.register_forward_hook(note)
+    for _ in range(2):
+        model.newest = None
+        call(3)
+        assert isinstance(model.newest, Tensor)
+
+
+class Scaled(nn.Linear):
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states) * self.function.scale
+
+
+@pytest.mark.parametrize("kind", ["function", "partial"])
+def test_copied_functions_keep_their_attributes(kind: str) -> None:
+    model = llama()
+    call, head = by_generate(model, None), model.lm_head
+    function: Any = (lambda head=head: head) if kind == "function" else partial(lambda head: head, head)
+    function.scale = 0.3
+    head.__class__, head.function = Scaled, function
+    # A cache of functions has no attributes to copy.
+    model.cached = functools.lru_cache(maxsize=None)(model.get_input_embeddings)
+    assert difference(call(3), model) < 1e-4
+
+
+class NoMask(LlamaAttention):
+    """Right for one text alone."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **named: Any) -> Any:
+        return super().forward(hidden_states, attention_mask=None, **named)
+
+
+def test_changed_attention_is_checked() -> None:
+    model = llama()
+    call = by_generate(model, None)
+    call(1)
+    model.model.layers[0].self_attn.__class__ = NoMask
+    for use in (partial(call, 2), lambda: by_generate(model, None)):
+        with pytest.raises(ValueError, match="LlamaForCausalLM does not read ragged rows right"):
+            use()
+    model.model.layers[0].self_attn.__class__ = LlamaAttention
+    assert difference(call(3), model) < 1e-4
+
+
+@pytest.mark.usefixtures("quick_collection")
+@pytest.mark.parametrize("of", ["the model", "a module"])
+def test_removed_code_is_freed(of: str) -> None:
+    model = llama()
+    module = model if of == "the model" else model.lm_head
+    adapter, own = language_model(model), module.forward
+    freed = []
+    for _ in range(3):
+        # Functions are rebuilt with their defaults.
+        weight = torch.zeros(3)
+        module.forward = lambda *given, kept=weight, **named: own(*given, **named)
+        freed.append(weakref.ref(weight))
+        adapter.start(2, 16)
+        del module.forward, weight
+    for _ in range(2):
+        adapter.start(2, 16)
+    gc.collect()
+    assert [each() for each in freed] == [None] * 3

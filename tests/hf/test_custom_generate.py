@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chains import expect_caught, expect_laws
+from generate_calls import arguments, ours, plain
 from report import Report
 from tiny_dflash import BLOCK, new_muse
 from tiny_loops import TokenStreamer, streamed
@@ -19,10 +20,8 @@ from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, raise
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
-    PreTrainedModel,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
@@ -42,29 +41,6 @@ PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
 ONE_PROMPT = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9}
 
 
-def arguments(family: str, side: str = "left") -> dict[str, Any]:
-    """A ragged batch, as `generate` takes it."""
-    ids, mask = padded(PROMPTS, side)
-    inputs = encoder_inputs(family)
-    if inputs is None:
-        return {"input_ids": ids, "attention_mask": mask}
-    # transformers wants the decoder's prompts of one length: a padded one would begin with a start token of its own.
-    ids = torch.tensor([[1, 9, 17], [1, 9, 4], [1, 30, 4]])
-    return {**inputs, "decoder_input_ids": ids}
-
-
-def plain(model: PreTrainedModel, **options: Any) -> Any:
-    """By transformers alone. T5's own cache has as many layers as its encoder; Whisper's `generate` forces tokens."""
-    if model.config.is_encoder_decoder:
-        options["use_cache"] = False
-    return GenerationMixin.generate(model, **({"do_sample": False, "pad_token_id": 0} | options))
-
-
-def ours(model: PreTrainedModel, **options: Any) -> Any:
-    defaults = {"do_sample": False, "pad_token_id": 0, "custom_generate": custom_generate}
-    return GenerationMixin.generate(model, **(defaults | options))
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "whisper", "t5"])
 def test_greedy_is_what_transformers_returns(family: str) -> None:
     target = shared_tiny(family)
@@ -80,7 +56,7 @@ def test_greedy_is_what_transformers_returns(family: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
+def test_assistants_by_transformers_names() -> None:
     target = tiny("llama")
     expected = plain(target, **arguments("llama"), max_new_tokens=14)
 
@@ -97,7 +73,7 @@ def test_drafts_by_the_names_that_transformers_has_for_them() -> None:
     assert proposed(assistant_early_exit=1, compile=True) and _decoders[target].decoder is kept
 
 
-def test_how_many_tokens_are_drafted_may_be_said_as_transformers_does() -> None:
+def test_num_assistant_tokens_of_transformers() -> None:
     """A default of transformers is nobody's wish, and the generation config of the draft counts as well."""
     target = shared_tiny("llama")
     draft = perturbed(target)

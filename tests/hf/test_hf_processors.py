@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 from chains import expect_caught, expect_laws
+from generate_calls import arguments, ours, plain
 from report import Report
-from test_custom_generate import arguments, ours, plain
 from tiny_laws import FEWER_TRIALS, LENGTH, SEED, V, joint_law, tiny_transformer
 from tiny_models import PROMPTS, VOCAB, perturbed, shared_tiny
 from torch import Tensor
@@ -91,7 +91,7 @@ def cases(free: list[list[int]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper"])
-def test_the_decoder_s_mask_says_what_a_repetition_penalty_counts(family: str) -> None:
+def test_repetition_penalty_with_decoder_attention_mask(family: str) -> None:
     target = shared_tiny(family)
     options = {**arguments(family), "max_new_tokens": NEW, "repetition_penalty": 1.8}
     mask = torch.ones_like(options["decoder_input_ids"])
@@ -99,7 +99,7 @@ def test_the_decoder_s_mask_says_what_a_repetition_penalty_counts(family: str) -
         assert torch.equal(ours(target, **options, **given, draft_model=target), plain(target, **options, **given))
 
 
-def test_a_sequence_as_long_as_prompt_and_next_token() -> None:
+def test_bad_words_as_long_as_the_text() -> None:
     """transformers 5.17 ignores it, and later releases do not."""
     ids = torch.tensor([[3, 17]])
     options: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
@@ -120,7 +120,7 @@ def cases_of_the_target() -> dict[str, dict[str, Any]]:
 
 # No model runs for the names.
 @pytest.mark.parametrize("name", cases([list(range(NEW))] * 3))
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+def test_processors_give_the_greedy_tokens_of_transformers(name: str) -> None:
     options = OPTIONS | cases_of_the_target()[name]
     expected = plain(TARGET, **options)
     assert not torch.equal(expected, free())
@@ -128,7 +128,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         assert torch.equal(ours(TARGET, **options, draft_model=draft, num_draft_tokens=3), expected)
 
 
-def test_what_has_no_counterpart_is_called_and_says_so() -> None:
+def test_processors_without_counterpart_are_called() -> None:
     """With the target as its own draft, which goes through the same: everything is accepted."""
     options: dict[str, Any] = {**OPTIONS, **DICT, "max_new_tokens": 4, "draft_model": TARGET, "seed": 2}
     for given, called in (
@@ -216,7 +216,7 @@ class Ending(DraftSource):
 
 
 @pytest.mark.parametrize(("side", "way"), [("left", "processor"), ("right", "function")])
-def test_only_texts_that_can_come_about_are_asked_about(side: str, way: str) -> None:
+def test_processors_get_only_possible_texts(side: str, way: str) -> None:
     """In rows of different lengths and speeds, whose drafts are often forbidden."""
     options = {**OPTIONS, **arguments("llama", side), "eos_token_id": sorted(EOS)}
 
@@ -261,7 +261,7 @@ class Noting(LogitsProcessor):
         return scores
 
 
-def test_no_text_is_asked_about_twice_but_the_first() -> None:
+def test_processors_get_each_text_once() -> None:
     prompt = torch.tensor([PROMPTS[0]])
     options: dict[str, Any] = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 30}
     for draft, twice in ((None, {}), (PromptLookup(min_ngram=1), {tuple(PROMPTS[0]): 2})):
@@ -319,9 +319,7 @@ class Grammar(LogitsProcessor):
         ),
     ],
 )
-def test_a_processor_that_remembers_its_calls_works_where_texts_are_asked_about_once(
-    given: Callable[[], dict[str, Any]], message: str
-) -> None:
+def test_processors_that_remember_calls_need_no_draft(given: Callable[[], dict[str, Any]], message: str) -> None:
     assert torch.equal(ours(TARGET, **OPTIONS, **given()), plain(TARGET, **OPTIONS, **given()))
     drafts = (PromptLookup(min_ngram=1), perturbed(TARGET), EarlyExit(1))
     for more in (*({"draft_model": draft} for draft in drafts), DICT | {"output_scores": True}):
@@ -332,7 +330,7 @@ def test_a_processor_that_remembers_its_calls_works_where_texts_are_asked_about_
             assert isinstance(cause, LookupError) and traceback.extract_tb(cause.__traceback__)[-1].name == "__call__"
 
 
-def test_an_exception_without_a_draft_is_the_processor_s_own() -> None:
+def test_exceptions_of_processors_pass_through() -> None:
     def broken(row: int, text: Tensor) -> list[int]:
         raise LookupError("the user's")
 

@@ -60,7 +60,7 @@ def test_copies_of_a_prompt_go_on_by_themselves() -> None:
         assert output.new_tokens(3) == expected
 
 
-def test_a_hybrid_type_with_attention_alone_decodes_as_attention() -> None:
+def test_hybrid_type_with_attention_alone() -> None:
     """Its class says that it is stateful."""
     model = tiny_hybrid("granitemoehybrid", layer_types=["full_attention"] * 2, num_hidden_layers=2)
     output = SpeculativeDecoder(model, perturbed(model, 0.02), num_draft_tokens=3, sampling=GREEDY).generate(

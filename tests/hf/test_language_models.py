@@ -10,7 +10,21 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny_models import FAMILIES, POSITIONS, PROMPTS, VOCAB, encoder_inputs, padded, raised, shared_tiny, tiny
+from tiny_loops import GREEDY
+from tiny_models import (
+    FAMILIES,
+    POSITIONS,
+    PROMPTS,
+    TOKENS,
+    VOCAB,
+    encoder_inputs,
+    full_logits,
+    padded,
+    raised,
+    shared_tiny,
+    tiny,
+    untested,
+)
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -18,20 +32,9 @@ import torch_specops
 from torch_specops import hf
 from torch_specops.drafts import EarlyExit, LanguageModel
 from torch_specops.hf.architecture import max_length
-from torch_specops.hf.cache import placed
-from torch_specops.sampling import SamplingParams
+from torch_specops.models.base import placed
 
 CAPACITY = 32
-GREEDY = SamplingParams(temperature=0.0)
-# No pad tokens, which are 0.
-TOKENS = torch.randint(1, VOCAB, (3, 24), generator=torch.Generator().manual_seed(0))
-
-
-def full_logits(model: PreTrainedModel, tokens: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
-    """One forward over whole texts, without a cache and without padding."""
-    if inputs is None:
-        return model(tokens, use_cache=False).logits.float()
-    return model(**inputs, decoder_input_ids=tokens, use_cache=False).logits.float()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_half_precision_logits_stay_in_half_precision(dtype: torch.dtype, attent
     assert logits.dtype == dtype and logits.isfinite().all()
 
 
-def test_an_eager_forward_on_a_cpu_reads_no_slot_beyond_the_text() -> None:
+def test_eager_forward_reads_no_slot_beyond() -> None:
     adapter = hf.language_model(tiny("llama"))
     adapter.start(2, 500)
     widths: list[int] = []
@@ -190,7 +193,7 @@ LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_p
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope"} | LONGROPE])
-def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model(rope: dict[str, object]) -> None:
+def test_growing_rotary_stays_in_the_copy(rope: dict[str, object]) -> None:
     model = tiny("llama", rope_parameters={"rope_theta": 10_000.0} | rope)
     with torch.no_grad():
         expected = full_logits(model, TOKENS)
@@ -204,35 +207,7 @@ def test_a_rotary_embedding_that_grows_does_not_grow_in_the_model(rope: dict[str
         assert torch.equal(full_logits(model, TOKENS), expected)
 
 
-def test_what_changes_in_the_model_is_followed() -> None:
-    """Another module and another dtype, between two calls of one decoder."""
-    model = tiny("llama")
-    decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), compile=False, sampling=GREEDY)
-
-    def head() -> None:
-        model.set_output_embeddings(copy.deepcopy(tiny("llama", seed=5).get_output_embeddings()))
-
-    texts = []
-    for change in (lambda: None, head, model.float):
-        change()
-        output = decoder.generate(TOKENS[:, :6], max_new_tokens=8, eos_token_id=())
-        fresh = torch_specops.generate(model, TOKENS[:, :6], max_new_tokens=8, sampling=GREEDY, eos_token_id=())
-        assert torch.equal(output.sequences, fresh.sequences)
-        texts.append(output.sequences.tolist())
-    assert texts[0] != texts[1]
-
-
 # What cannot be read.
-
-
-SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def untested(prefix: str, **fields: object) -> PreTrainedModel:
-    """A model of a family that TESTED_FAMILIES does not name."""
-    config = getattr(transformers, f"{prefix}Config")(**(SMALL | fields), bos_token_id=1, eos_token_id=2)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
 
 
 def test_an_architecture_is_checked_once() -> None:
@@ -286,7 +261,7 @@ def test_the_check_crosses_the_lengths_at_which_a_model_changes() -> None:
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="before Doge always had a mask")
-def test_a_window_of_the_own_masks_of_a_model_is_crossed() -> None:
+def test_window_of_a_models_masks() -> None:
     sizes = {"intermediate_size": 56, "num_key_value_heads": 2, "max_position_embeddings": 96}
     adapter = hf.language_model(untested("Doge", **sizes, keep_window_size=30))
     assert adapter.max_length == adapter.first_layers(1).max_length == 30
@@ -378,6 +353,11 @@ def test_models_that_cannot_be_read_are_refused() -> None:
             "model: an aLoRA adapter depends .*; decode with peft_model.generate",
         ),
     ]
+    # Without weights yet, and without a forward in Python.
+    models += [
+        (changed(lm_head=nn.LazyLinear(64)), "model: LazyLinear has no weights yet"),
+        (changed(lm_head=torch.jit.script(nn.Linear(2, 2))), "model: expected modules of Python"),
+    ]
     cases = [(model, ValueError, message) for model, message in models]
     cases.append((nn.Linear(2, 2), TypeError, r"(model|target|draft): expected a transformers model.*, got .*Linear"))
     for use in (
@@ -388,7 +368,7 @@ def test_models_that_cannot_be_read_are_refused() -> None:
         assert raised(use, cases) == []
 
 
-def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
+def test_growing_rotary_is_not_compiled() -> None:
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     reason = "the 'dynamic' rotary embedding of LlamaForCausalLM looks at the lengths of texts"
     for models in ((dynamic,), (tiny("llama"), dynamic)):
@@ -398,7 +378,7 @@ def test_a_rotary_embedding_that_looks_at_positions_is_not_compiled() -> None:
             torch_specops.SpeculativeDecoder(*models, compile=True)
 
 
-def test_what_keeps_its_address_goes_where_the_model_is() -> None:
+def test_placed_tensors_follow_the_model() -> None:
     """A model may have another dtype, device or batch than before."""
     old, new = torch.zeros(2), torch.ones(2)
     assert placed(old, new) is old and torch.equal(old, new)

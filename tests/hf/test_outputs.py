@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_custom_generate import arguments, ours, plain
+from generate_calls import arguments, ours, plain
 from tiny_loops import DRAFTS, Late
 from tiny_models import PROMPTS, perturbed, shared_tiny
 from torch import Tensor
@@ -87,7 +87,7 @@ def test_greedy_rows_have_the_scores_of_transformers(draft: str, late: bool, mon
     assert len(gaps) == 3
 
 
-def test_sampled_rows_have_the_scores_they_were_drawn_from() -> None:
+def test_scores_of_sampled_rows() -> None:
     prompt = torch.tensor([PROMPTS[0]]).expand(4, -1)
     sampled = {"do_sample": True, "temperature": 1.5, "top_k": 7, "seed": 3}
     options = {**CALL, "input_ids": prompt, "attention_mask": torch.ones_like(prompt), **sampled}
@@ -111,7 +111,7 @@ def test_an_encoder_decoder_has_them_too() -> None:
     assert found.stats.num_proposed > 0 and len(found.stats.seeds) == 3
 
 
-def test_they_come_from_eager_steps_and_only_on_request() -> None:
+def test_scores_come_from_eager_steps() -> None:
     eager = ours(TARGET, **CALL)
     assert eager.stats.compiled == "eager: scores and logits are kept"
     with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: scores and logits are kept"):

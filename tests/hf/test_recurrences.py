@@ -194,7 +194,7 @@ def _law_inputs(kind, count):
 @pytest.mark.parametrize("kind", recurrences.EXCHANGED)
 @pytest.mark.parametrize("parts", [[2], [1, 1], [3, 2], [1, 4]])
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_what_is_read_with_a_token_changes_no_bit_of_its_state(kind, parts, is_cpu, monkeypatch):
+def test_recurrence_state_is_the_same_in_parts(kind, parts, is_cpu, monkeypatch):
     monkeypatch.setattr(recurrences, "is_eager_cpu", lambda *tensors: is_cpu)
     torch.manual_seed(1)
     positions = torch.tensor([[4], [0], [7]]) + torch.arange(7)

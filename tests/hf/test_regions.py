@@ -39,7 +39,7 @@ def model_of(family: str) -> TransformersModel:
         pytest.param("granitemoehybrid", 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_one_region_stands_for_the_layers_of_two_forwards(
+def test_one_region_for_all_layers(
     family: str, num_regions: int, inductor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anything that a region took from its own layer as a constant would make a region of its own. The second forward

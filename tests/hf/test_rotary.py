@@ -87,6 +87,16 @@ def test_a_row_has_the_text_that_it_has_alone(kind: str) -> None:
         assert draft is None or sum(output.stats.accepted_at) > 0
 
 
+@of_generate
+def test_copies_of_a_prompt_cross_the_switch() -> None:
+    """Their tokens are copied too, because the whole sequence is read again."""
+    ids, mask = padded([PROMPTS[2], *PROMPTS[:1] * 3], "left")
+    options = {"max_new_tokens": NEW, "sampling": SamplingParams(temperature=0.0), "eos_token_id": ()}
+    output = torch_specops.generate(adapter_of(model_of("phi3")), ids, attention_mask=mask, **options)
+    expected = texts_alone("phi3")
+    assert [output.new_tokens(row) for row in range(4)] == [expected[2], *expected[:1] * 3]
+
+
 @pytest.mark.filterwarnings("ignore:max_new_tokens")
 @pytest.mark.parametrize("kind", ["llama", "dynamic"])
 def test_a_copied_decoder_reads_as_the_first_one(kind: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import weakref
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -12,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_language_models import CAPACITY, GREEDY, TOKENS, full_logits, untested
-from tiny_models import VOCAB, raised, tiny
+from tiny_loops import GREEDY
+from tiny_models import TOKENS, VOCAB, full_logits, raised, tiny, untested
 from torch import Tensor, nn
 
 import torch_specops
 from torch_specops import drafts, hf
 from torch_specops.drafts import EarlyExit
 
+CAPACITY = 32
 CALL: dict[str, Any] = {"input_ids": TOKENS[:, :6], "max_new_tokens": 8, "eos_token_id": ()}
 POSITIONS = torch.arange(24).expand(3, -1)
 
@@ -107,7 +107,7 @@ WRAPPERS = (
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, as_compiled])
-def test_a_wrapped_model_in_training_is_read_without_dropout(wrap: Callable[[nn.Module], None]) -> None:
+def test_wrapped_training_model_without_dropout(wrap: Callable[[nn.Module], None]) -> None:
     model = tiny("llama", attention_dropout=0.5)
     with torch.no_grad():
         expected = full_logits(model, TOKENS)
@@ -157,22 +157,7 @@ def test_a_wrapper_writes_to_its_own_variables() -> None:
         adapter.start(3, CAPACITY)
 
 
-@pytest.mark.usefixtures("quick_collection")
-def test_a_forward_that_was_replaced_is_not_kept() -> None:
-    model = tiny("llama")
-    adapter, old = hf.language_model(model), []
-    for _ in range(3):
-        as_the_head_of_trl(model)
-        adapter.start(3, CAPACITY)
-        old.append(weakref.ref(vars(adapter.prepared)["forward"].__func__))
-        del model.forward
-    for _ in range(2):
-        adapter.start(3, CAPACITY)
-    gc.collect()
-    assert [each() for each in old] == [None] * 3
-
-
-def test_a_forward_that_cannot_be_followed_runs_in_evaluation_mode_alone() -> None:
+def test_unfollowable_forward_needs_evaluation_mode() -> None:
     model = tiny("llama", attention_dropout=0.5)
     expected = greedy(model)
     kept = SimpleNamespace(own=model.forward)
@@ -261,18 +246,7 @@ def test_a_model_with_an_adapter_is_its_base() -> None:
                 use(refused)
 
 
-def test_attention_may_get_other_heads_between_two_calls() -> None:
-    model, other = tiny("llama"), tiny("llama", num_key_value_heads=4)
-    decoder = torch_specops.SpeculativeDecoder(model, EarlyExit(1), sampling=GREEDY)
-    before = decoder.generate(**CALL).sequences
-    for layer, own in zip(model.model.layers, other.model.layers, strict=True):
-        layer.self_attn = own.self_attn
-    expected = greedy(copy.deepcopy(model))
-    assert torch.equal(decoder.generate(**CALL).sequences, expected)
-    assert not torch.equal(before, expected)
-
-
-def test_every_place_for_a_draft_model_takes_one_of_transformers() -> None:
+def test_drafts_take_transformers_models() -> None:
     target, draft = tiny("llama"), tiny("llama", seed=3)
     expected, twins = greedy(target), torch.arange(VOCAB)
     for model in (draft, Adapted(draft), torch.compile(draft, backend="eager")):

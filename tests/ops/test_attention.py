@@ -31,7 +31,7 @@ def test_attention_is_that_of_the_oracle(case: AttentionCase) -> None:
     assert case.error(attend(queries, keys, values, (spans - 1).clamp(min=0), scale)) > 1
 
 
-def test_a_call_reads_no_slot_beyond_the_last_that_is_seen() -> None:
+def test_attend_reads_no_unseen_slot() -> None:
     queries, keys, values, spans, scale = CASE.arguments()
     spans = spans[:1].expand(3, -1, -1)
     keys[:, :, :3] = values[:, :, :3] = 1.0
@@ -88,7 +88,7 @@ def test_spans_and_masks_give_the_same_logits(family: str, monkeypatch: pytest.M
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
 
 
-def test_a_compiled_step_attends_to_spans_of_a_long_cache(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_step_attends_to_spans(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

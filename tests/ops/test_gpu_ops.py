@@ -167,7 +167,7 @@ def allocated(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_a_large_batch_takes_little_memory_and_its_rows_are_those_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_specops.ops.cuda import exact, launch
 
     rows, num_drafts = size("rows and drafts of a large batch")

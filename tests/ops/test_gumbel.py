@@ -59,9 +59,7 @@ def emit(
 
 
 @pytest.mark.parametrize("temperature, filters", [(1.0, {}), (0.6, {}), (1.3, FILTERS)])
-def test_tokens_follow_the_target_and_no_draft_changes_a_text(
-    temperature: float, filters: dict[str, float], report: Report
-) -> None:
+def test_gumbel_tokens_follow_the_target(temperature: float, filters: dict[str, float], report: Report) -> None:
     target, draft = tables(1, "close")
     options = {"temperature": temperature, **filters}
     tokens, _ = emit(target, None, 0, **options)
@@ -72,7 +70,7 @@ def test_tokens_follow_the_target_and_no_draft_changes_a_text(
         assert torch.equal(again, tokens[:2000])
 
 
-def test_rows_of_other_temperatures_and_filters_share_a_batch(report: Report) -> None:
+def test_gumbel_rows_with_other_settings(report: Report) -> None:
     target, draft = tables(11, "close")
     kinds = [(0.5, FILTERS), (1.0, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}), (0.0, FILTERS), (2.0, FILTERS)]
     kind = torch.arange(N) % len(kinds)
@@ -157,7 +155,7 @@ def test_how_many_drafts_are_accepted(draft_kind: str) -> None:
     assert expected["coupled"] >= (1 - distance) / (1 + distance)
 
 
-def test_a_token_depends_on_its_own_row_seed_and_position_alone() -> None:
+def test_gumbel_noise_by_row_seed_and_position() -> None:
     """One text in other company, longer steps and other forms; seeds and positions of all 64 bits."""
     target, _ = tables(3, "close")
     rows, seeds = target[torch.arange(5)].unsqueeze(1).expand(5, 4, V), torch.tensor([3, -3, 2**40, 2**62, -(2**63)])
@@ -193,7 +191,7 @@ def long_rows(vocab_size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("vocab_size", [gumbel.MAX_SCORED_VOCAB + 1, 4099, 50_257])
-def test_few_scores_of_a_long_row_have_the_largest(vocab_size: int) -> None:
+def test_gumbel_scores_of_a_long_row(vocab_size: int) -> None:
     for (name, row), t in itertools.product(long_rows(vocab_size).items(), (1.0, math.inf, 1e-30, 0.3, 20.0, 7e37)):
         z, top = row.numpy(), float(row.max())
         inverse = 0.0 if t == math.inf else 1 / t

@@ -49,9 +49,9 @@ def test_no_register_spills_and_all_lanes_have_the_same_sums(target: str, first:
 
 
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100"))])
-@pytest.mark.parametrize("kernel", ["verify_exact.stats", "sample.stats", "filter.group", "filter.mask"])
+@pytest.mark.parametrize("kernel", ["verify_exact.stats", slow("sample.stats"), slow("filter.group"), "filter.mask"])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: str, dtype: str) -> None:
+def test_row_kernels_load_16_bytes(target: str, kernel: str, dtype: str) -> None:
     """Eager builds, which know nothing of vocabularies, strides and addresses."""
     size = 4 if dtype == "fp32" else 2
     option = ", draft_lse" if kernel == "verify_exact.stats" else ""
@@ -63,7 +63,7 @@ def test_kernels_over_whole_rows_load_16_bytes_at_a_time(target: str, kernel: st
 
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype, width", [("bf16", 128), pytest.param("fp32", 64, marks=pytest.mark.slow)])
-def test_attention_spills_nothing_and_copies_16_bytes_at_a_time(target: str, dtype: str, width: int) -> None:
+def test_attention_kernel_spills_nothing(target: str, dtype: str, width: int) -> None:
     """With as many rows as a program may have."""
     *_, build = [b for b in aot.builds() if b.kernel == "attend.parts" and b.config.startswith(f"{dtype}, D={width},")]
     result, constants = aot.compile_build(build, target), dict(build.constants)
@@ -72,8 +72,8 @@ def test_attention_spills_nothing_and_copies_16_bytes_at_a_time(target: str, dty
     assert result.spill_bytes == 0 and result.wide_loads >= 4 * tile_bytes // (16 * 32 * attention.ATTEND_WARPS)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", slow("fp32")])
+def test_masked_copy_stores_16_bytes(dtype: str) -> None:
     (build,) = [b for b in aot.builds() if (b.kernel, b.config) == ("filter.mask", f"{dtype} / {dtype}")]
     compiled = aot.compile_kernel(aot.KERNELS["filter.mask"], dict(build.types), dict(build.constants), "sm_90")
     stores = re.findall(r"\bSTG\.[\w.]*", aot.cuobjdump(compiled, "--dump-sass"))
@@ -84,7 +84,7 @@ def test_the_masked_copy_stores_16_bytes_at_a_time(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [slow("verify_exact.stats"), "verify_exact.draw", "sample.stats", "verify_gumbel.score"]
+    "kernel", [slow("verify_exact.stats"), slow("verify_exact.draw"), "sample.stats", slow("verify_gumbel.score")]
 )
 def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     """A row that is masked by its bounds is loaded as wide as one that is not."""
@@ -95,8 +95,8 @@ def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     assert wide[0] == wide[1] > 0
 
 
-@pytest.mark.parametrize("kernel", ["verify_exact.draw", "verify_block.reach", "verify_block.draw"])
-def test_the_last_program_of_a_sequence_loads_what_the_others_stored(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", [slow("verify_exact.draw"), "verify_block.reach", slow("verify_block.draw")])
+def test_last_program_loads_stored_partials(kernel: str) -> None:
     """Between barriers: a fence, the count, and L1 forgotten. No load is one of memory that nobody writes."""
     build = next(build for build in aot.builds() if build.kernel == kernel)
     compiled = aot.compile_kernel(aot.KERNELS[kernel], dict(build.types), dict(build.constants), "sm_90")
@@ -114,7 +114,7 @@ COUNTS = {"tiles_per_program", "num_groups", "room"}
 
 
 @pytest.mark.parametrize("kernel", ["attend.parts", *(slow(name) for name in aot.KERNELS if name != "attend.parts")])
-def test_no_size_or_stride_is_multiplied_in_32_bits(kernel: str) -> None:
+def test_kernels_multiply_strides_in_64_bits(kernel: str) -> None:
     """An index times a stride passes 2^31 in a large tensor, whose sizes and strides do not."""
     builds = [build for build in aot.builds() if build.kernel == kernel]
     build = next((build for build in builds if "UNIT_STRIDE=False" in build.config), builds[0])
@@ -135,6 +135,8 @@ def test_no_kernel_has_a_parameter_that_inductor_adds() -> None:
     assert not [name for name, kernel in aot.KERNELS.items() if "stream" in kernel.arg_names]
 
 
+# Of `test_no_register_spills_and_all_lanes_have_the_same_sums`, which is slow too.
+@pytest.mark.slow
 def test_a_spilling_kernel_is_seen() -> None:
     """The check itself: 512 values a thread, all alive at once, are more than a thread has registers."""
     compiled = aot.compile_kernel(spilling_kernel, {"x_ptr": "*fp32", "out_ptr": "*fp32"}, {"TILE": 2**17}, "sm_90")

@@ -82,7 +82,7 @@ def test_attention_agrees_with_the_oracle(interpret: Interpret) -> None:
     assert len(errors) == 2 * len(CASES) and max(errors.values()) <= 1, errors
 
 
-def test_early_exit_reads_no_row_behind_two_drafts_unless_both_are_accepted(interpret: Interpret) -> None:
+def test_kernel_early_exit_reads_few_rows(interpret: Interpret) -> None:
     report = interpret("reads")
     for kind, read in report["rows"].items():
         for (num_valid, accepted), *rows in zip(report["sequences"], read["target"], read["draft"], strict=True):

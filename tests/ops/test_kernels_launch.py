@@ -100,7 +100,7 @@ def test_two_launches_find_the_bounds_of_a_filter(given: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("op", VERIFY_OPS[:2])
-def test_target_and_draft_rows_of_one_dtype_share_a_search(op: str, launched: list[Launch]) -> None:
+def test_rows_of_one_dtype_share_a_search(op: str, launched: list[Launch]) -> None:
     """Rows of an unfiltered draft are not searched."""
     target_rows, all_rows = NUM_DRAFTS + 1, 2 * NUM_DRAFTS + 1
     for option, dtype, filter_draft, searches, rows in (
@@ -119,7 +119,7 @@ def test_target_and_draft_rows_of_one_dtype_share_a_search(op: str, launched: li
 
 
 @pytest.mark.parametrize("option, rest", [("temperature", 7), ("draft_lse", 4), ("one-hot", 4)])
-def test_a_large_batch_sums_two_rows_of_each_side_first(option: str, rest: int, launched: list[Launch]) -> None:
+def test_large_batch_sums_two_rows_first(option: str, rest: int, launched: list[Launch]) -> None:
     """And a small one all rows, in a launch less."""
     for batch in (1, 8, 64):
         launched.clear()
@@ -135,9 +135,7 @@ def test_a_large_batch_sums_two_rows_of_each_side_first(option: str, rest: int, 
 
 
 @pytest.mark.parametrize("batch, grid", [(1, (1, 126, 5)), (64, (64, 8, 1))])
-def test_few_programs_of_verify_block_find_nothing_to_do(
-    batch: int, grid: tuple[int, ...], launched: list[Launch]
-) -> None:
+def test_few_verify_block_programs_are_idle(batch: int, grid: tuple[int, ...], launched: list[Launch]) -> None:
     """One for each row pair of a small batch; those of a large one look for the rows that are left."""
     torch_specops.verify_block(**empty_arguments("verify_block", "temperature", batch, vocab_size=128_256))
     assert [(name, of) for name, of, _ in launched][2] == ("draw_kernel", grid)
@@ -157,7 +155,7 @@ def test_only_the_first_axis_of_a_grid_is_long(op: str, launched: list[Launch]) 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_kernels_are_launched_on_the_device_of_the_tensors(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_launch_on_the_tensors_device(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current device. Fake CUDA tensors are given to what real ones reach; nothing runs."""
     current, launches = [0], []
 

@@ -19,10 +19,14 @@ def check(op: str, arguments: dict[str, Any], utilities: tuple[str, ...] = QUICK
     assert outcome == dict.fromkeys(utilities, "SUCCESS")
 
 
+# Ops whose registration and forms are made like those of the others.
+LATER = ("verify_block", "verify_sigmoid", "sample_gumbel")
+
+
 # opcheck clones its arguments (since torch 2.15), and AOTAutograd asks the clones, no leaves, for their `.grad`. torch
 # hides the warning itself, but not from a filter that makes it an error. Ops of `torch.library.custom_op` get it too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("op", [slow(op) if op in ("verify_block", "verify_sigmoid") else op for op in OPS])
+@pytest.mark.parametrize("op", [slow(op) if op in LATER else op for op in OPS])
 def test_all_utilities(op: str) -> None:
     """On logits that require a gradient, which the ops do not have."""
     arguments = op_arguments(op, batch=3)

@@ -73,9 +73,7 @@ def test_op_equals_oracle(op: str, report: Report) -> None:
     ids=["1", "1025", "all of 1", "all of 1025"],
 )
 @pytest.mark.parametrize("op", OPS)
-def test_op_equals_oracle_on_one_token_and_on_tiles(
-    op: str, vocab_size: int, names: str | None, report: Report
-) -> None:
+def test_op_equals_oracle_on_tiles(op: str, vocab_size: int, names: str | None, report: Report) -> None:
     check(results(sample_inputs(op, vocab_sizes=[vocab_size], names=names and names.split())), report)
 
 
@@ -86,7 +84,7 @@ def test_op_equals_oracle_on_a_large_vocabulary(op: str, report: Report) -> None
     check(results(sample_inputs(op, vocab_sizes=sizes, names=LARGE_CASES.split(), max_rows=3, max_drafts=2)), report)
 
 
-def test_rows_that_are_read_one_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a large vocabulary are in an eager call, and by the filters."""
     cases = small_cases("verify_exact")
     together = [torch_specops.verify_exact(**case.args) for case in cases]
@@ -249,7 +247,7 @@ def test_small_probabilities_keep_their_ratio() -> None:
     assert n.tolist() == [1, 0] and output.tolist() == [[0, 0], [1, -1]]
 
 
-def test_rounding_of_a_score_is_told_from_a_mistake() -> None:
+def test_rounding_of_a_score() -> None:
     """The second token, where its score lies so far below the largest."""
     seeds, positions = torch.arange(64), torch.zeros(64, dtype=torch.int64)
     noise = torch.stack([reference.gumbel_noise(seed, 0, 2) for seed in range(64)])
@@ -274,7 +272,7 @@ def test_rounding_is_told_from_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("op", [*VERIFY_OPS[:3], "sample"])
-def test_an_unlikely_token_next_to_the_uniform_is_rounding(op: str) -> None:
+def test_rounding_of_an_unlikely_token(op: str) -> None:
     """Two likely tokens, between them others of 1e-9 down to 1e-26, and excluded ones: row b draws token b."""
     logits = torch.full((67, 67), -math.inf)
     logits[:, [0, 66]] = 0.0
@@ -295,7 +293,7 @@ def test_an_unlikely_token_next_to_the_uniform_is_rounding(op: str) -> None:
         assert rounding_rows(case).tolist() == [rounding > 0] * 67
 
 
-def test_the_first_and_the_last_token_are_rounding_next_to_the_ends() -> None:
+def test_rounding_of_first_and_last_token() -> None:
     """Tokens of 1e-26; a uniform of 0 is exact."""
     logits = torch.tensor([[-60.0, 0.0, -60.0]] * 4)
     s = torch.tensor([2.0**-24, 1 - 2.0**-24, 0.0, 0.5])
@@ -306,7 +304,7 @@ def test_the_first_and_the_last_token_are_rounding_next_to_the_ends() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [17, 1025])
-def test_a_rejection_next_to_1_is_told_from_a_mistake(vocab_size: int) -> None:
+def test_rounding_of_a_rejection(vocab_size: int) -> None:
     """A device sums rows of p = q in two orders, which makes p(x) a little less than q(x): it rejects at a uniform of
     1 - 2**-24, the first of each row. Nothing else is rejected by rounding, and nothing with a lenience."""
     (case,) = sample_inputs("verify_exact", vocab_sizes=[vocab_size], names=["tie_same"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from scipy.stats import chisquare
 from torch import Tensor
 from torch.func import vmap
@@ -112,14 +113,15 @@ def test_uniform_and_pairwise_independent() -> None:
     assert independence(accept**1.05, u["sample"]) < ALPHA
 
 
-def test_compiled_is_bit_identical() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
+def test_compiled_is_bit_identical(backend: str) -> None:
     """All streams and free shapes in one graph."""
     torch._dynamo.reset()
 
     def drawn(seeds: Tensor, positions: Tensor, like: Tensor) -> Tensor:
         return torch.stack([torch_specops.uniforms(seeds, positions, like.shape[1], stream) for stream in STREAMS])
 
-    compiled = torch.compile(drawn, fullgraph=True, dynamic=True)
+    compiled = torch.compile(drawn, fullgraph=True, dynamic=True, backend=backend)
     for batch, n in [(5, 6), (3, 9)]:
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=torch.Generator().manual_seed(batch))
         arguments = seeds, torch.arange(batch) + 2**32 - 2, torch.empty(batch, n)

@@ -33,7 +33,7 @@ def test_over_a_leading_axis(op: str) -> None:
     assert equal(mapped(op, stacked(op)), one_by_one(op, stacked(op)))
 
 
-def test_an_axis_anywhere_tensors_that_are_shared_and_two_axes() -> None:
+def test_vmap_over_any_axes() -> None:
     given = stacked("verify_exact")
     shared = {"draft_logits", "draft_lse", "temperature", "top_k"}
     want = one_by_one("verify_exact", given | {name: given[name][:1].expand_as(given[name]) for name in shared})

@@ -142,8 +142,10 @@ def wrongly_processed(shift: int, state: DecodeState, drafts: Tensor, target_log
     return state.sampling.process(target_logits, state.tokens.scatter(1, places, drafts.clamp(min=0)), lengths)
 
 
-@pytest.mark.parametrize(("wrong", "shift"), [("forgets the drafts", 0), ("sees the draft that it judges", 1)])
-@pytest.mark.parametrize("kind", ["close", "opposite"])
+@pytest.mark.parametrize(
+    ("kind", "wrong", "shift"),
+    [("close", "forgets the drafts", 0), ("opposite", "sees the draft that it judges", 1)],
+)
 def test_a_wrong_loop_is_caught(
     kind: str, wrong: str, shift: int, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +230,7 @@ def test_compiled_steps_give_the_eager_tokens(backend: str, kind: str, monkeypat
     assert not counters["graph_break"]
 
 
-def test_what_does_not_fit_the_batch_or_the_target_is_named() -> None:
+def test_bad_processor_arguments() -> None:
     prompt_lengths = torch.tensor([2, 2])
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"logit_bias": [{1: 1.0}]}, ValueError, "logit_bias: expected one for all sequences or 2, got 1"),

@@ -170,7 +170,7 @@ def by_seed(prompts: Prompts, params: list[SamplingParams], seeds: list[int]) ->
     return [engine([prompt], [each], [seed])[0] for prompt, each, seed in zip(prompts, params, seeds, strict=True)]
 
 
-def test_a_text_that_depends_on_more_than_its_seed_is_told() -> None:
+def test_check_engine_needs_texts_by_seed() -> None:
     report = check(by_seed, trials=100, same_text_as=by_seed)
     assert report and report.num_changed == dict.fromkeys(SETTINGS, 0)
     assert "Texts that change with the way they are made: none." in str(report)
@@ -195,7 +195,7 @@ def ended_by_zero(mark: int, shift: int = 0) -> Callable[..., list[list[int]]]:
     return generate
 
 
-def test_which_settings_change_their_text_and_which_their_law() -> None:
+def test_check_engine_settings_and_law() -> None:
     """Any negative number ends a text. Without a second token after 0, no law of the two is the target's."""
     report = check(ended_by_zero(-1), trials=100, same_text_as=ended_by_zero(-100))
     assert report.num_changed == dict.fromkeys(SETTINGS, 0)

@@ -134,7 +134,7 @@ def test_one_step_of_variable_length_passes() -> None:
     assert emitted[0] == 1.0 > emitted[1] > emitted[2] > 0.1
 
 
-def test_a_step_that_hides_tokens_it_does_not_like_is_caught() -> None:
+def test_hidden_tokens_are_caught() -> None:
     """A position may be emitted or not depending on what came before it, not on its own token."""
     hidden = torch.tensor([V, V, 0])
     step = lambda *args: (output := one_step(*args)).masked_fill(output == hidden, -1)  # noqa: E731
@@ -220,7 +220,7 @@ def test_the_report_suspects_a_target_of_another_temperature() -> None:
     assert check(Loop(residual_is_p=True), trials=5000).suspicion == ""
 
 
-def test_a_draft_cache_one_token_behind_is_lossless_where_q_is_what_was_sampled() -> None:
+def test_lagging_draft_cache_is_lossless() -> None:
     """Such a loop only accepts fewer drafts. With a draft that equals the target, a right loop accepts them all."""
     right, behind = (check(Loop(draft=TARGET, cache_behind=cache)) for cache in ("", "draft"))
     assert right and behind
@@ -274,7 +274,7 @@ def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stats.kstest([report.tests[index].p_value for report in reports], "uniform").pvalue > 1e-4
 
 
-def test_calls_are_bounded_by_the_batch_size_and_do_not_change_the_result() -> None:
+def test_check_lossless_in_small_batches() -> None:
     sizes: list[int] = []
 
     def target(prefixes: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def repeated_tests(laws: list[Tensor], trials: int, repetitions: int) -> list[tu
 
 
 @pytest.mark.parametrize("trials", [2000, slow(40_000)])
-def test_a_right_loop_has_uniform_p_values_and_the_noise_of_the_report(trials: int) -> None:
+def test_right_loop_has_uniform_p_values(trials: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     repetitions = 1000
     results = repeated_tests(conditional_laws(), trials, repetitions)
@@ -82,7 +82,7 @@ def test_a_right_loop_has_uniform_p_values_and_the_noise_of_the_report(trials: i
 
 
 @pytest.mark.parametrize("index", [0, slow(2), 3])
-def test_a_visible_bias_is_seen_as_often_as_said(index: int) -> None:
+def test_power_is_what_is_reported(index: int) -> None:
     """At the effect that the report calls visible, and at smaller ones by the noncentral law."""
     trials, repetitions = 40_000, 250
     exact = conditional_laws()
@@ -161,7 +161,7 @@ def test_rare_outcomes_are_pooled(sizes: list[int], dof: int, pooled: float) -> 
     assert pearson_statistic(certain, certain, 10.0) == (0.0, 0, 0.0)
 
 
-def test_counts_that_the_probabilities_exclude_or_that_do_not_fit() -> None:
+def test_chi_square_of_impossible_counts() -> None:
     assert chi_square(torch.tensor([50, 49, 1]), torch.tensor([0.5, 0.5, 0.0])) == 0.0
     with pytest.raises(ValueError, match="probabilities: expected 2, as there are counts, got 3"):
         chi_square(torch.tensor([1, 2]), torch.ones(3) / 3)

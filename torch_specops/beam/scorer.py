@@ -48,14 +48,15 @@ class BeamScorer:
         self.early_stopping = early_stopping
         self.length_penalty = length_penalty
         self._penalties = _penalties(longest, length_penalty).to(limits.device)
-        # A beam has at most E continuations by an eos token, so at least w of these candidates do not end.
+        # Each beam has at most eos.shape[1] continuations by an eos token, so at least num_beams of the candidates do
+        # not end.
         self.num_candidates = max(2, 1 + eos.shape[1]) * num_beams
         self._is_top = torch.arange(self.num_candidates, device=limits.device) < num_beams
 
         self.tokens = limits.new_zeros(batch, num_beams, longest)
         self.scores = limits.new_full((batch, num_beams), EXCLUDED, dtype=torch.float32)
-        # At the start, all w beams of a row are equal. Exclude all but the first, or the first step would choose the
-        # same continuation w times.
+        # At the start, all beams of a row are equal. Exclude all but the first, or the first step would choose the same
+        # continuation num_beams times.
         self.scores[:, 0] = 0.0
         self.counts = torch.zeros_like(limits)
         self.finished_tokens = torch.zeros_like(self.tokens)

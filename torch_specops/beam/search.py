@@ -140,7 +140,7 @@ def beam_search(
     if readable is not None and int(state.lengths.max()) > readable:
         draft_model = None
     new_tokens = (state.limits - state.lengths).to(model.device)
-    # With one beam, the first eos ends the search, as in greedy decoding.
+    # With one beam, stop at the first eos, as greedy decoding does.
     scorer = BeamScorer(
         num_beams, new_tokens, state.eos.to(model.device), float(length_penalty), num_beams == 1 or early_stopping
     )
@@ -204,7 +204,7 @@ class _Search:
         started = time.perf_counter()
         batch, longest = prompts.shape
         num_beams = self.scorer.num_beams
-        # Every kept level takes at most w slots. `num_slots` adds the slots for the nodes of a round.
+        # A level that is kept takes at most num_beams slots. `num_slots` adds the slots for the nodes of a round.
         num_kept = int((lengths + num_beams * self.scorer.limits).max())
         num_slots = num_kept + num_beams + self.draft_beams * self.num_draft_tokens
         self.tree = BeamTree(prompts, lengths, num_beams, num_slots)
@@ -217,8 +217,8 @@ class _Search:
             begin_texts(model, lengths)
             if longest > 1:
                 model.forward(prompts[:, :-1], positions, 1)
-        # The draft proposes no eos, because a beam that ends has no next level.
         vocabulary = torch.arange(self.target.vocab_size, device=prompts.device)
+        # The draft proposes no eos, because a beam that ends has no next level.
         self._is_eos = (vocabulary == self.scorer.eos.unsqueeze(2)).any(1, keepdim=True)
         if prompts.device.type == "cuda":
             torch.cuda.synchronize(prompts.device)

@@ -114,8 +114,8 @@ class Comparison:
                 runs: list[Run] = []
                 for provider in case.takers(self.providers):
                     yield case, f"{place}, warming up: {provider.name}"
-                    # Use the seed of the first timed round, so that step counts and times belong to the same outputs.
                     runs.append(Run(provider, case, case.batch_size * self.max_new_tokens))
+                    # Use the seed of the first timed round, so that step counts and times belong to the same outputs.
                     self._observe(runs[-1], batch, seed)
                 if case.temperature == 0:
                     yield case, f"{place}, comparing greedy outputs"

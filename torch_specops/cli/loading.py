@@ -199,7 +199,8 @@ def smollm2_directory() -> Path:
         try:
             converted.rename(directory)
         except OSError:
-            # The rename fails if another process was faster. Its result is the same, so ignore the error then.
+            # The rename fails if another process has made the folder first. Both processes make the same files, so
+            # ignore the error then.
             if not directory.is_dir():
                 raise
     return directory

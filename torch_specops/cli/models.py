@@ -48,7 +48,7 @@ PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
 INT8, OWN_MTP = "int8", "mtp"
-# Another value comes after this prefix.
+# Another value of `--draft` comes after this prefix.
 LOOKUP_ELSE = "lookup-else:"
 
 # Most of the answer can be copied from the question, so prompt lookup works well.
@@ -147,8 +147,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
         return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
-        # transformers drafts exactly one token with each MTP layer, so it can be compared only if K is the number of
-        # layers.
+        # transformers drafts exactly one token with each MTP layer, so it can take part in the comparison only if K is
+        # the number of layers.
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
         mtp = MTP.from_pretrained(target)
         return Models(target, mtp, lambda count: {"use_mtp": True} if count == depth else None)

@@ -118,8 +118,8 @@ def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_conf
     """
     assistant = fields.get("assistant_model")
     modules = (target,) if assistant is None else (target, assistant)
-    # The last module drafts: it is the assistant, or the target if there is no assistant. So it gets
-    # `assistant_config`.
+    # The last module drafts, so it gets `assistant_config`. It is the assistant, or the target if there is no
+    # assistant.
     configs = [{}, assistant_config][-len(modules) :]
 
     def decode(ids: Tensor, mask: Tensor, max_new_tokens: int, sampling: SamplingParams, seed: int) -> Answer:

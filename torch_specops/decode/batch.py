@@ -50,7 +50,7 @@ class Batch:
         schedule: chooses the number of drafts.
         prompts: the first sequences. A row that is finished from the start is free.
         capacity: the number of slots of each row.
-        batch_rules: rules that look at all rows together and may end them; None = no such rules.
+        batch_rules: rules that look at all rows together and may end rows; None = no such rules.
         logits: receives the target's logits; None = they are not needed.
 
     Attributes:
@@ -82,16 +82,15 @@ class Batch:
         self._pad_token_id = prompts.pad_token_id
         # The sequences that `fill` has admitted.
         self._texts = Texts()
-        # None = the target has read the prompts. Otherwise the next step reads them, and this is the common length of
-        # all rows.
+        # The common length of the prompts, if the next step has to read them; None = the target has read them.
         self._prefill_length: int | None = None
         # Steps without drafts since the last step with drafts. The draft has not read the tokens of these steps.
         self._num_undrafted = 0
         # Whether the next step is compiled. Steps run eagerly while a request needs larger tensors than `state.ROOM`
         # allows.
         self._is_compiled = steps.compiled
-        # Bitmasks depend on the newest tokens, so `_masks` may read a record early. The results wait here for
-        # `_collect`.
+        # The results of a record that `_masks` has read early, because bitmasks depend on the newest tokens. `_collect`
+        # takes these results.
         self._read_early: RowResults | None = None
         self._vocab_size = self._target.vocab_size
         # Rows whose prompts came with encoder inputs or images.
@@ -133,7 +132,8 @@ class Batch:
             read_beginnings(target, state.tokens, state.lengths, 1, prompt_lengths)
             self._prefill_length = None
         else:
-            # Let the first step read prompts of equal length together with the drafts, which saves a forward.
+            # All prompts have the same length. Only announce them here: the first step reads them in the same forward
+            # as its drafts, which saves a forward.
             begin_texts(target, state.lengths)
             self._prefill_length = max(lengths)
         steps.compile_draft(is_compiled=self._is_compiled)
@@ -303,7 +303,8 @@ class Batch:
             planned.caught_up = self._num_undrafted > 0
             self._catch_up()
         else:
-            # Do not count steps in which all rows are too long for the draft, because it need not read their tokens.
+            # Do not count a step in which all rows are too long for the draft, because the draft need not read the
+            # tokens of this step.
             self._num_undrafted += not self._planner.is_outgrown
         may_choose = planned.asked.asks_again if is_compiled else not self._is_cuda
         plan = StepPlan(

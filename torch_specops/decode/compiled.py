@@ -69,7 +69,7 @@ class CompiledSteps:
         self._pieces = CompiledPieces()
         # The shapes and constants of the newest state. Each combination of them has separate compiled pieces.
         self._shape: Hashable = None
-        # The graphs read and write the tensors of this state. The owner is the batch that uses it now.
+        # The state whose tensors the graphs read and write, and the batch that uses this state now.
         self._static: DecodeState | None = None
         self._owner: weakref.ref[StateOwner] | None = None
         # The models' versions and compile keys at the last call of `follow_models`.
@@ -118,8 +118,8 @@ class CompiledSteps:
 
     @property
     def max_forced(self) -> int:
-        """The largest number of forced tokens of a row in an eager step without a draft. For other steps it is 0: they
-        have no forced tokens beyond their K drafts."""
+        """The largest number of forced tokens of a row in an eager step without a draft. For other steps the number is
+        0, because these steps have no forced tokens beyond their K drafts."""
         return MAX_FORCED if self.draft is None and not self.compiled else 0
 
     def check_grammars(self, grammars: Sequence[Grammar | None]) -> None:
@@ -155,15 +155,15 @@ class CompiledSteps:
 
     def compile_draft(self, *, is_compiled: bool) -> None:
         """Tell a draft that compiles itself to compile for the current shapes, or to run eagerly."""
-        # Test this flag and not whether a method `compile` exists, because every `nn.Module` has such a method.
+        # Test `compiles_itself` and not whether a method `compile` exists, because every `nn.Module` has such a method.
         if self.draft is not None and self.draft.compiles_itself:
-            # With `one_graph`, the draft is compiled as a part of the step.
             key = self._shape, self._compile_keys
+            # With `one_graph`, the draft is compiled as a part of the step, so it must not compile itself.
             self.draft.compile(key if is_compiled and not self.one_graph else None)
 
     def follow_models(self) -> bool:
-        """Forget the CUDA graphs if a model has changed since the last call. Returns whether one has changed. Compiled
-        pieces are kept, because their keys and torch's guards detect changes."""
+        """Forget the CUDA graphs if a model has changed since the last call. Returns whether a model has changed.
+        Compiled pieces are kept, because their keys and torch's guards detect changes."""
         versions = versions_of(self.target, self.draft)
         has_changed = versions != self._versions
         if has_changed:

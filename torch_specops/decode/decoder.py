@@ -72,9 +72,9 @@ def generate(
     compiled code. Every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
 
     Arguments, result and errors are those of `SpeculativeDecoder` and its method `generate`. Only the eos and pad
-    tokens of a transformers model's generation config are used; `SamplingParams.from_generation_config` takes its
-    temperature, filters and penalties. Beam search is `torch_specops.beam.beam_search`. After an interrupt the tokens
-    so far are lost; `SpeculativeDecoder.output` would still return them.
+    tokens of a transformers model's generation config are used; `SamplingParams.from_generation_config` takes the
+    temperature, filters and penalties of that config. Beam search is `torch_specops.beam.beam_search`. After an
+    interrupt the tokens so far are lost; `SpeculativeDecoder.output` would still return them.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -137,16 +137,16 @@ class SpeculativeDecoder:
             target alone, in the same loop. A draft with a shorter context than the target stops drafting where its
             context ends. A `DraftSource` serves one decoder at a time.
         num_draft_tokens: K >= 1, drafts per step; None = the draft's `default_draft_tokens`, or 5. A `Schedule` object
-            overrides it. If no row has room for K, an eager step drafts fewer, and a compiled step uses the smallest
-            sufficient K that is already compiled.
+            overrides this number. If no row has room for K, an eager step drafts fewer, and a compiled step uses the
+            smallest sufficient K that is already compiled.
         schedule: decides how many of the K drafts are drafted and verified in each step. "auto" (as many as pay, by
             measured times and acceptance; `schedules.Auto`); "constant" (K); "heuristic" (begin with K; 2 more after a
             step whose drafts were all accepted, otherwise 1 fewer; at most 20, or K if that is more; compiled steps
             round down, as `schedules.Heuristic` says); or a `Schedule`. None = "auto" for deterministic drafts,
             otherwise "constant".
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
-            (`SamplingParams.from_generation_config` takes that). A mapping has fields of `SamplingParams`. `generate`
-            can override it for one call.
+            (`SamplingParams.from_generation_config` reads that config). A mapping has fields of `SamplingParams`.
+            `generate` can override the sampling for one call.
         verify: "gumbel" (`verify_gumbel`: a row's tokens depend on its seed, not on the draft); "exact"
             (`verify_exact`: accepts more of the drafts that were sampled); "block" (`verify_block`: accepts at least as
             many as "exact" on average); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities); or a
@@ -282,7 +282,7 @@ class SpeculativeDecoder:
                 target's unprocessed logits; "processed" = after processors, temperature and filters (0 for greedy
                 rows); None = none are computed.
             top_logprobs: N >= 0; `output.top_logprobs` has the N most likely tokens at the position of every new token.
-                Their log-probabilities are of the same kind as `logprobs`, or "raw" if that is None.
+                Their log-probabilities are of the same kind as `logprobs`, or "raw" if `logprobs` is None.
             num_return_sequences: the number of sequences of each prompt. The sequences of a prompt are adjacent rows,
                 so arguments with an entry per row need B * num_return_sequences entries.
             stop_strings: a string or several, or a list of them for each row. A row ends with the token that completes

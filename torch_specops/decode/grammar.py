@@ -99,7 +99,8 @@ def accept_tokens(row: Row, grammar: Grammar, start: int) -> bool:
     """Advance a row's grammar by the row's new tokens from index `start` on. Returns False if the grammar refuses a
     token; the row then ends before that token, with an error."""
     if start == 0 < len(row.tokens):
-        # Mark the grammar only at its first token: until then it is unused, and another call may take it.
+        # Mark the grammar as used only at its first token, so that another call may take a grammar that has no token
+        # yet.
         _mark_used(grammar)
     place = start
     try:

@@ -20,9 +20,9 @@ from .models import check_read_once, evaluating, look_at, mode_of, models_of, ve
 
 Autocast = torch.dtype | None
 
-# One entry per model, shared by all decoders that use the model, because it has one cache. Keys: "thread" is the thread
-# at work, "stream" is the stream whose sequences the cache holds, and "in_step" is set during a step. Decoders that use
-# the same transformers model share no entry, because each has an adapter with a separate cache.
+# One entry per model. All decoders that use a model share its entry, because the model has one cache. Keys: "thread" is
+# the thread at work, "stream" is the stream whose sequences the cache holds, and "in_step" is set during a step.
+# Decoders that use the same transformers model share no entry, because each has an adapter with a separate cache.
 _uses: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 _guards: WeakSet[Guard] = WeakSet()
 _lock = threading.Lock()
@@ -43,7 +43,8 @@ class Guard:
     """Lets one thread at a time work with a target and a draft, in evaluation mode.
 
     Attributes:
-        uses: the entries of `_uses` for the target, then for the models and drafts that have a cache.
+        uses: who uses which model now. The entry of `_uses` for the target comes first, then one entry for each model
+            and draft source in the draft that has a cache.
     """
 
     def __init__(self, target: LanguageModel, draft: DraftSource | LanguageModel | None) -> None:

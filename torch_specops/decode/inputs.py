@@ -129,8 +129,8 @@ def read_prompts(
         pad_token_id = checks.check_int("pad_token_id", pad_token_id, 0)
     else:
         pad_token_id = target.pad_token_id
-    # Runs of eos tokens or of token 0 may be padding too: tokenizers often pad with them, even if the model's config
-    # has another pad token.
+    # Runs of eos tokens or of token 0 may be padding too: tokenizers often pad with these tokens, even if the model's
+    # config has another pad token.
     suspects = {0, *eos.flatten().tolist(), *own_eos}
     suspects |= {each for each in (pad_token_id, getattr(tokenizer, "pad_token_id", None)) if each is not None}
     if mask is None:
@@ -298,7 +298,8 @@ def _warn_of_padding(name: str, tokens: Tensor, suspects: Collection[int], pad_t
             if token == pad_token_id:
                 of_text = min(of_text, 1)
             elif token == 0 and verb == "ends":
-                # Allow one more token 0 at the end of a row, because it is an exclamation mark in many vocabularies.
+                # Count one more token 0 at the end of a row as text: in many vocabularies token 0 is an exclamation
+                # mark.
                 of_text += 1
             if bool((runs > of_text).any()):
                 kind = "the pad token" if token == pad_token_id else "token"

@@ -38,7 +38,8 @@ INSTEAD = {field.name: f"sampling=SamplingParams({field.name}=...)" for field in
     "token_streamer": "streamer=...",
     "token_type_ids": "the tokenizer leaves it out with return_token_type_ids=False",
 }
-# The same for `hf.custom_generate`, because transformers would pass these names to the model as inputs.
+# Names that `hf.custom_generate` refuses, and what to pass instead. transformers would pass these names to the model as
+# inputs.
 IN_CUSTOM_GENERATE = {
     "draft": "assistant_model=... or draft_model=...",
     "logprobs": "output_logits=True with return_dict_in_generate=True",

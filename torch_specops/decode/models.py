@@ -32,7 +32,7 @@ def look_at(target: LanguageModel, draft: DraftSource | LanguageModel | None) ->
     fit each other.
 
     Returns:
-        The error of a model whose cache no longer fits it, so that `start` must be called next. None = all caches fit.
+        The error of a model that no longer fits its cache, so that `start` must be called next. None = all caches fit.
 
     Raises:
         ValueError: a model can no longer be used; or an error of `check_pair`.

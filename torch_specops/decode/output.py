@@ -263,7 +263,7 @@ def streamer_calls(
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         if num_rows != 1:
             raise ValueError(f"streamer: an object with put and end takes one row, got {num_rows} rows")
-        # A list has exactly one prompt here, because there is one row.
+        # There is one row, so a list of prompts has exactly one prompt.
         prompt = torch.as_tensor(input_ids[0])[None].long() if isinstance(input_ids, (list, tuple)) else input_ids
         streamer.put(torch.as_tensor(prompt, device="cpu"))
         return lambda step: streamer.put(torch.tensor(step.tokens[0], dtype=torch.int64, device="cpu")), streamer.end

@@ -12,7 +12,7 @@ from torch import Tensor
 # New tokens are decoded together with this many tokens before them, because the first token of a text may lose its
 # leading space.
 CONTEXT = 4
-# If more tokens than this are decoded at once, the older half is dropped.
+# If more tokens than this are decoded at once, the older half of them is dropped.
 _WINDOW = 16
 # The length of the longest string that the clean-up of spaces replaces: " n ' t".
 _CLEANED = 6
@@ -31,7 +31,8 @@ class TextPieces:
         tokenizer: a tokenizer or processor of transformers, a `tokenizers.Tokenizer`, or another object with `decode`.
         prompt: [P] int64, the tokens before the text; without them the text lacks the space that SentencePiece drops at
             the beginning.
-        eos_token_id: a token or several, which have no text with `skip_special_tokens=True`, special or not.
+        eos_token_id: one token or several. With `skip_special_tokens=True` they are left out of the text, even if the
+            tokenizer does not call them special.
         stop_strings: a string or several, not empty; the text ends before the first of them.
         decode_arguments: passed to `decode`. The default is `skip_special_tokens=True`.
 
@@ -78,9 +79,9 @@ class TextPieces:
         self._begin([int(token) for token in prompt[-CONTEXT:]])
 
     def _begin(self, prompt: list[int]) -> None:
-        # `_text` is the text of the newest tokens. `_given` is the part of it that must not be returned again: the
-        # prompt, and the pieces returned so far.
         self._tokens, self._num_prompt = prompt, len(prompt)
+        # `_text` is the text of `_tokens`. `_given` is the part of `_text` that must not be returned again: the prompt,
+        # and the pieces returned so far.
         self._text = self._given = self._decode(prompt)
         self._in_bytes = False
 

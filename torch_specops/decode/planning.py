@@ -74,7 +74,8 @@ class Planner:
         is_masked = any(row.grammar is not None for row in going)
         asked = NextStep(
             texts=list(map(id, going)),
-            # For compiled steps, `_smallest_sufficient` and not the schedule reduces K when rows have little room.
+            # For compiled steps, `_smallest_sufficient` reduces K when rows are near their limits, so let the schedule
+            # plan with the largest K.
             rooms=[max(buckets) if room > 0 else 0 for room in rooms] if is_compiled else rooms,
             left=[row.limit - row.length for row in going],
             num_rows=len(rows),

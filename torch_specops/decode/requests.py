@@ -146,11 +146,12 @@ class Completion:
 
 
 class Handle:
-    """A request that was submitted to a `Session`. Any thread may use it; some thread has to run the session's steps.
+    """A request that was submitted to a `Session`. Any thread may use a handle; some thread has to run the session's
+    steps.
 
-    Tasks of asyncio may use it too, in any event loop. `async for token in handle` is like `tokens`, and `await handle`
-    is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request. A task that is
-    cancelled or times out while it waits also cancels it. `asyncio.shield(handle)` prevents this.
+    Tasks of asyncio may use a handle too, in any event loop. `async for token in handle` is like `tokens`, and `await
+    handle` is like `result`. A loop that ends early (a break, an exception, `aclose`) cancels the request. If a task is
+    cancelled or times out while it waits, the request is cancelled too. `asyncio.shield(handle)` prevents this.
 
     Attributes:
         index: the request's place in the order of submission. The other attributes and `add`, `end` and `wake` are for
@@ -215,7 +216,7 @@ class Handle:
             timeout: seconds to wait, >= 0; None = until the request ends.
 
         Raises:
-            TimeoutError: the request has not ended in time; it continues.
+            TimeoutError: the request has not ended in time; the request continues.
             TypeError, ValueError: a wrong timeout.
         """
         if timeout is not None:
@@ -266,8 +267,8 @@ class Handle:
                 self._futures.pop(future, None)
 
     def cancel(self) -> None:
-        """End the request before the next step, or at once if it still waits for a row. The completion has the tokens
-        so far."""
+        """End the request before the next step, or at once if the request still waits for a row. The completion has the
+        tokens so far."""
         self._cancel(self)
 
     def add(self, tokens: Sequence[int]) -> None:

@@ -100,8 +100,8 @@ def ask_row_rules(rows: Sequence[Row], num_new: Sequence[int]) -> set[int]:
 
 class BatchRules:
     """Calls rules that look at all rows together. The rules see the n-th new token of all rows once every row has n new
-    tokens or has ended. Rows that ended before are padded with pad_token_id. Tokens are held back until then, because a
-    rule may still cut them.
+    tokens or has ended. Rows that ended before are padded with pad_token_id. A token is held back until the rules have
+    seen it, because a rule may still cut it.
 
     Args:
         input_ids: [B, P], the prompts as the rules see them.

@@ -32,9 +32,9 @@ class Session:
     """Requests that arrive over time share the rows of one batch; `SpeculativeDecoder.session` makes a `Session`.
 
     With the same seed, a request gets the tokens that `generate` would give it alone, up to the rounding of the models.
-    With `verify="gumbel"` this is always so. With other ops it is so if the schedule is constant and the draft does not
-    learn from other sequences, as `SuffixLookup` would. An error of a model ends all requests and closes the session.
-    An error of one request is reported in its completion. Leaving a `with` block closes the session.
+    This always holds with `verify="gumbel"`. With other ops it holds if the schedule is constant and the draft does not
+    learn from other sequences, as `SuffixLookup` does. An error of a model ends all requests and closes the session. An
+    error of one request is reported in its completion. Leaving a `with` block closes the session.
 
     Examples:
         >>> import threading, transformers, torch_specops
@@ -119,8 +119,8 @@ class Session:
             self._steps.check_grammars(prompt.grammars)
         except (TypeError, ValueError, NotImplementedError) as error:
             prompt = str(error)
+        # The user's tokenizer or grammar may raise any exception.
         except Exception as error:
-            # The user's tokenizer or grammar may raise any exception.
             prompt = f"{type(error).__name__}: {error}"
         with self._changed:
             if self._is_closed:
@@ -292,8 +292,8 @@ class Session:
                 else:
                     row = free.pop(0)
                     self._rows[row] = handle
-                # Remove the request last: after an interrupt before this line it is in `_rows` and in `_waiting`, and
-                # `_close` ends it.
+                # Remove the request last. After an interrupt before this line, the request is both in `_rows` and in
+                # `_waiting`, and `_close` ends it.
                 self._waiting.popleft()
             if handle.done or isinstance(handle.prompt, str):
                 continue

@@ -15,7 +15,7 @@ from ..sampling import NEUTRAL, Processors, SamplingTensors
 from ..sampling.processors import count_words, joined_words, round_up
 from .guard import autocast_of
 
-# Tensors [B, W] or [B, W, N] of a state, with the value of a slot that has no token. More capacity makes W larger.
+# Tensors [B, W] or [B, W, N] of a state, where W is the capacity, with the value of a slot that has no token.
 PER_SLOT = {"tokens": 0, "logprobs": math.nan, "top_tokens": -1, "top_values": math.nan}
 # Tensors [B] of `DecodeState`.
 PER_ROW = ("lengths", "limits", "finished", "failed", "seeds")
@@ -122,9 +122,10 @@ class Texts:
 
     def __init__(self) -> None:
         self._texts: dict[int, DecodeState] = {}
-        # Whether the newest state has the sampling parameters of exactly these sequences.
+        # Whether the newest state has the sampling parameters of exactly the sequences in `_texts`.
         self._is_fitted = True
-        # The sizes of the newest state, and the sizes of compiled steps.
+        # The sizes of the sampling tensors in the newest state that `fitted` made, and in the newest one for compiled
+        # steps.
         self._sizes: Sizes = {}
         self._compiled_sizes: Sizes = {}
 
@@ -175,7 +176,7 @@ class Texts:
 
 
 def _sizes_of(texts: Collection[DecodeState], capacity: int) -> Sizes:
-    """The sizes that these sequences need together, in rows of this capacity."""
+    """The `Sizes` of a state with these sequences. The longest n-gram is limited by the capacity of the rows."""
     processors = [text.sampling.processors for text in texts]
     counts = [count_words(each) for each in processors]
     ngrams = [each.longest_ngram for each in processors if isinstance(each, Processors)]

@@ -43,8 +43,8 @@ class StepPlan:
         choose: on a CPU, chooses how many drafts of each row to verify. An eager step then reads no padding. A compiled
             step verifies the largest chosen number in all rows, and a compiled step of that size must be ready. None =
             verify all K.
-        prefill_length: the length of every row if the target has read nothing yet; None = it has read all but the
-            newest token.
+        prefill_length: the length of every row if the target has read nothing yet; None = the target has read all but
+            the newest token.
         on_logits: called with the target's logits [B, K+1, V].
     """
 
@@ -284,9 +284,9 @@ def _commit(
     width = tokens.shape[1]
     index = torch.arange(width, device=tokens.device)
     num_tokens = (tokens >= 0).sum(1)
+    # Padding matches too: `eos` is padded with -1, and -1 follows the emitted tokens. Such a match changes nothing,
+    # because it comes after all emitted tokens.
     is_eos = (tokens.unsqueeze(2) == state.eos.unsqueeze(1)).any(2)
-    # `eos` is padded with -1, which also follows the emitted tokens. A match there changes nothing, because it comes
-    # after all tokens.
     up_to_eos = torch.where(is_eos, index, width).amin(1) + 1
     most = torch.minimum(up_to_eos, _room(state))
     count = torch.minimum(num_tokens, most)

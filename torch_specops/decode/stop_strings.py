@@ -20,8 +20,8 @@ _lock = threading.Lock()
 
 def stop_string_rule(tokenizer: Any, stop_strings: Sequence[str]) -> RowRule:
     """A rule that ends a sequence if one of these strings ends within its newest token, as in transformers'
-    `StopStringCriteria`. In contrast to that class, it makes no table of the vocabulary for each set of strings, and
-    the tokenizer need not know all letters.
+    `StopStringCriteria`. Unlike `StopStringCriteria`, the rule makes no table of the vocabulary for each set of
+    strings, and the tokenizer need not know all letters.
 
     Raises:
         ValueError: a tokenizer that does not say what a token adds to a text.
@@ -43,7 +43,7 @@ def _find_strings(
     longest, ends = max(strings), []
     for text in texts:
         tail = newest = bytes_of(text[-1]) or b""
-        # A string of n bytes has at most n tokens, so it cannot contain older tokens.
+        # A string of n bytes spans at most n tokens, so no stop string reaches back beyond the last `longest` tokens.
         for token in reversed(text[-longest:-1]):
             before = bytes_of(token)
             if before is None or len(tail) >= longest + len(newest):
@@ -103,7 +103,7 @@ class _TokenBytes:
             return bytes(self._letters[letter] for letter in name)
         if self._has_named_bytes and re.fullmatch("<0x[0-9a-fA-F]{2}>", name):
             return bytes([int(name[3:5], 16)])
-        # Decode the token after other tokens, because it may give another text at the start.
+        # Decode the token after other tokens, because at the start of a text it may give another text.
         before = self._prefix or [name]
         text, start = tokenizer.convert_tokens_to_string([*before, name]), _PREFIX
         if start not in text:

@@ -27,7 +27,7 @@ class Draft:
             filters. None = the draft is deterministic (q is one-hot), or shares the target's noise.
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None if `logits` is None.
         matches: [B] int64, for drafts from a lookup: the length of each sequence's match in tokens; None = not known.
-            The schedule `Auto` uses it to estimate acceptance.
+            The schedule `Auto` uses the lengths to estimate acceptance.
     """
 
     tokens: Tensor
@@ -48,9 +48,9 @@ class DraftSource(Part, ABC):
     In every method, `tokens` [B, W] int64 holds the sequences from index 0 on, and `lengths` [B] int64, 1..W, holds
     their lengths. Ignore entries of `tokens` at or after a row's length. All methods except `propose` run eagerly.
 
-    `propose` becomes part of a compiled step. torch.compile must be able to trace it, and it must not wait for the
-    device. The loop passes a copy of the tokens to `propose`, and checks its result. If `propose` writes into the copy
-    or proposes a token outside the vocabulary, an eager step on a CPU raises; other steps ignore it.
+    `propose` becomes part of a compiled step. torch.compile must be able to trace `propose`, and `propose` must not
+    wait for the device. The loop passes a copy of the tokens to `propose`, and checks its result. If `propose` writes
+    into the copy or proposes a token outside the vocabulary, an eager step on a CPU raises; other steps ignore it.
 
     `propose` and `catch_up` may run in inference mode. Do not create tensors in them that a later call writes to. The
     other methods run outside inference mode.
@@ -61,16 +61,16 @@ class DraftSource(Part, ABC):
             CPU then asks for K drafts, and the schedule chooses how many of the returned drafts are verified.
         vocab_size: the number of tokens that the source can propose; None = all tokens of the target.
         device: the device of its tensors; None = the device of the tokens.
-        max_length: the longest sequence it can read; None = no known limit. A longer row gets no more drafts, and every
-            method except `on_finished` gets 1 as its length.
+        max_length: the longest sequence that the source can read; None = no known limit. A longer row gets no more
+            drafts, and every method except `on_finished` gets 1 as its length.
         default_draft_tokens: K if the caller gives none; None = 5.
         max_draft_tokens: the largest K; None = no limit.
         compiles_itself: True = `propose` compiles parts of itself, for the shape that `compile` was called with. False
             = a compiled loop compiles `propose` as a whole.
         feature_layers: the indices of the target's layers whose inputs the source reads from `FeatureModel.features`.
             The number of layers, as an index, means the input of the head, after the last norm. () = no features.
-        is_checked: True = the loop checks proposals. It is set for each class, to True if `propose` is defined outside
-            this package.
+        is_checked: True = the loop checks proposals. Set for every subclass: True if its `propose` is defined outside
+            this package, otherwise False.
 
     A source may also override members of `Part`, such as `inside`, which lists the models that it uses.
     """
@@ -114,8 +114,9 @@ class DraftSource(Part, ABC):
         every unfinished row. The method must not wait for the device."""
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Drop the state of `rows` [A] int64 and read their new prompts. A session calls this between two steps. It may
-        wait for the device. A session also calls it for the first prompts; `start` then gets rows with one dummy token.
+        """Drop the state of `rows` [A] int64 and read their new prompts. A session calls `restart` between two steps.
+        `restart` may wait for the device. A session also calls it for the first prompts; `start` then gets rows with
+        one dummy token.
 
         A source that overrides `start` must also override `restart` to work in sessions and `generate_many`.
         """
@@ -176,7 +177,7 @@ def proposal_of(
     seeds: Tensor,
     vocab_size: int,
 ) -> Draft:
-    """Ask a source for drafts. Drafts beyond its `max_length` become padding. This does not change the output's
+    """Ask a source for drafts. Drafts beyond its `max_length` become padding. The padding does not change the output's
     distribution, because it depends only on the length of the sequence."""
     if source is None or num_draft_tokens == 0:
         return Draft(tokens[:, :0])

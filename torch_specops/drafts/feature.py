@@ -99,10 +99,10 @@ class FeatureDraft(SampledDraft):
         return int(positions.amax()) + 1 if self._is_eager_cpu(positions) else capacity
 
     def _new_positions(self, lengths: Tensor, num_steps: int = 0) -> Tensor:
-        """[B, n], the newest positions with features, including all since the last call. If the step cannot look at its
-        lengths, n is constant: enough for `num_steps` steps without drafts and a step that accepted all drafts.
-        Positions before the first become 0, also in a sequence of one token."""
-        # A step may have fewer drafts than the step before.
+        """[B, n], the newest positions with features, including all since the last call. Compiled steps and steps on
+        CUDA do not read the values of `lengths`. There n covers `num_steps` steps without drafts and one step whose
+        drafts were all accepted. Positions before the first become 0, also in a sequence of one token."""
+        # Count with the most drafts of any step, because the step before may have had more drafts than this one.
         count = num_steps + self._most_drafts + 1
         if self._is_eager_cpu(lengths):
             count = max(int((lengths - 1 - self._num_read).max()), 1)

@@ -127,14 +127,13 @@ class HierarchicalDraft(ModelDraft):
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Propose up to K tokens [B, K], followed by -1. They come with the draft model's logits [B, K, V], unless
-        drafts share the target's noise."""
+        """Propose up to K tokens [B, K], followed by -1. The tokens come with the draft model's logits [B, K, V],
+        unless drafts share the target's noise."""
         batch, room = tokens.shape[0], num_draft_tokens + self.num_inner_tokens + 1
         # Catch up by one token: if the last forward of the previous step accepted all inner drafts, and the target
         # accepted all drafts, the inner source has not read the last inner draft.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), 1)
-        # Reserve room after K drafts, because a row that has K drafts continues in later forwards and writes after
-        # them.
+        # Reserve room after K drafts, because later forwards write there in a row that has K drafts already.
         text, drafts = pad(tokens, (0, room)), tokens.new_full((batch, room), -1)
         logits: Tensor | None = None
         count = torch.zeros_like(lengths)
@@ -161,7 +160,7 @@ class HierarchicalDraft(ModelDraft):
                 )
                 logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
                 logits = logits.scatter(1, places.unsqueeze(2).expand_as(rows), rows)
-            # `output` is -1 after the next token; a later forward overwrites it.
+            # `output` is -1 after the next token. A later forward overwrites the -1.
             drafts = drafts.scatter(1, places, output)
             text = text.scatter(1, lengths.unsqueeze(1) + places, output.clamp(min=0))
             count = (count + num_accepted + 1).clamp(max=num_draft_tokens)
@@ -175,9 +174,9 @@ class HierarchicalDraft(ModelDraft):
     ) -> tuple[Draft, Tensor]:
         """Get inner drafts [B, w] for sequences of `ends` [B] tokens, and read them with the model. Returns the inner
         drafts, and the logits [B, w + 1, V] at the positions of the drafts and at the next position."""
+        vocab_size = self.model.vocab_size
         # Ask for the same number of inner drafts for every K, so that a row's drafts do not depend on how many drafts
         # other rows still need.
-        vocab_size = self.model.vocab_size
         inner = proposal_of(self.inner, text, ends, self.num_inner_tokens, sampling, seeds, vocab_size)
         # Treat tokens outside the model's vocabulary as padding.
         drafts = torch.where((inner.tokens >= 0) & (inner.tokens < vocab_size), inner.tokens, -1)

@@ -80,10 +80,10 @@ class _Lookup(DraftSource):
 class PromptLookup(_Lookup):
     """Finds an earlier occurrence of a sequence's last tokens, and proposes the tokens that followed it.
 
-    It uses the longest match of min_ngram to max_ngram tokens, and among equals the earliest. Drafts are deterministic:
-    `Draft.logits` is None. If the target's encoder reads tokens (T5), these are searched too, which helps in tasks that
-    copy from the input. `PromptLookup(2, 1, repeat=False)` proposes the same drafts as transformers' prompt lookup with
-    its defaults, except that transformers does not search the encoder's tokens.
+    The lookup uses the longest match of min_ngram to max_ngram tokens, and among equals the earliest. Drafts are
+    deterministic: `Draft.logits` is None. If the target's encoder reads tokens (T5), these are searched too, which
+    helps in tasks that copy from the input. `PromptLookup(2, 1, repeat=False)` proposes the same drafts as
+    transformers' prompt lookup with its defaults, except that transformers does not search the encoder's tokens.
 
     Args:
         max_ngram: the length of the longest match that is searched, >= min_ngram.
@@ -130,15 +130,16 @@ class SuffixLookup(_Lookup):
     """Finds the longest suffix of a sequence that occurs earlier in it or in finished sequences, and proposes the
     tokens that followed.
 
-    In contrast to `PromptLookup`, it stores finished sequences, searches longer matches, and proposes tokens only as
-    long as they are likely enough (suffix decoding, Oliaro et al. 2024). Each place with the longest match votes for
+    Unlike `PromptLookup`, `SuffixLookup` stores finished sequences, searches longer matches, and proposes tokens only
+    as long as they are likely enough (suffix decoding, Oliaro et al. 2024). Each place with the longest match votes for
     the token that followed there. After a match of m tokens, the probability of a token is estimated as m / (m + 1)
     times its share of the votes. Only places that agree with the drafts so far have a vote. Drafts are deterministic:
-    `Draft.logits` is None. Like `PromptLookup`, it also searches the tokens that the target's encoder reads.
+    `Draft.logits` is None. Like `PromptLookup`, `SuffixLookup` also searches the tokens that the target's encoder
+    reads.
 
     With `verify="exact"`, the output for a seed depends on the stored sequences, because the drafts determine how
-    random numbers are used. With "gumbel", the default, it does not. `memory=0` stores nothing, and `forget` empties
-    the memory.
+    random numbers are used. With "gumbel", the default, the output does not depend on them. `memory=0` stores nothing,
+    and `forget` empties the memory.
 
     Args:
         max_ngram: the length of the longest match that is searched, >= min_ngram.
@@ -164,8 +165,8 @@ class SuffixLookup(_Lookup):
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
         memory = checks.check_int("memory", memory, 0)
-        # The finished sequences, each followed by a -1, the newest last.
         with normal_tensors():
+            # The finished sequences, each followed by a -1, the newest last.
             self._memory = torch.full((memory,), -1, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:

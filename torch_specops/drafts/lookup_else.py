@@ -18,7 +18,7 @@ from .feature import FeatureDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import SampledDraft, as_draft_source
 
-# Stands for the length of a row of which `other` has read all but the two newest tokens.
+# The entry in `_num_read` of a row of which `other` has read all but the two newest tokens.
 ALL_READ = 2**62
 
 
@@ -53,9 +53,13 @@ class LookupElse(SampledDraft):
 
     compiles_itself = True
     _most_drafts = 0
-    # [B], the number of tokens of each row that `other` has read; used on a CPU only.
+    # `bind` sets it before every `start`.
+    _target: LanguageModel
+    # [B], used on a CPU only: the number of tokens of each row that `other` has read, and the lengths that the last
+    # `propose` got.
     _num_read: Tensor
-    _of_calls: ClassVar[Sequence[str]] = ("_most_drafts", "_num_read", "_undrafted", "_target_size")
+    _last_lengths: Tensor
+    _of_calls: ClassVar[Sequence[str]] = ("_last_lengths", "_most_drafts", "_num_read", "_target")
 
     def __init__(
         self,
@@ -81,7 +85,8 @@ class LookupElse(SampledDraft):
             )
         if num_other_tokens is not None:
             checks.check_int("num_other_tokens", num_other_tokens, 1, source.max_draft_tokens or 2**31)
-        self.num_other_tokens = num_other_tokens or source.default_draft_tokens or 5
+        default = min(source.default_draft_tokens or 5, source.max_draft_tokens or 5)
+        self.num_other_tokens = num_other_tokens or default
 
     @property
     def inside(self) -> Sequence[Part]:  # type: ignore[override]
@@ -116,12 +121,13 @@ class LookupElse(SampledDraft):
         return self.other.can_restart
 
     def bind(self, target: LanguageModel) -> None:
-        self._undrafted, self._target_size = tuple(target.undrafted), target.vocab_size
+        self._target = target
         self.other.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
         self._most_drafts = num_draft_tokens
-        # A model with states must have those of the tokens that `propose` lets it read again.
+        # `propose` lets `other` read tokens of earlier steps again. A model with states then needs the states before
+        # these tokens, so it must keep more states.
         self.other.expect(2 * num_draft_tokens if self._keeps_states else num_draft_tokens)
 
     def compile(self, shape: Hashable | None) -> None:
@@ -132,12 +138,13 @@ class LookupElse(SampledDraft):
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.lookup.start(tokens, lengths, capacity, inputs)
         self.other.start(tokens, readable_lengths(self.other, tokens, lengths), capacity, inputs)
-        self._num_read = torch.full_like(lengths, ALL_READ)
+        self._num_read, self._last_lengths = torch.full_like(lengths, ALL_READ), torch.zeros_like(lengths)
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         self.lookup.restart(tokens, lengths, rows)
         self.other.restart(tokens, readable_lengths(self.other, tokens, lengths), rows)
         self._num_read = self._num_read.index_fill(0, rows, ALL_READ)
+        self._last_lengths = self._last_lengths.index_fill(0, rows, 0)
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         self.lookup.replace_inputs(row, inputs)
@@ -152,11 +159,15 @@ class LookupElse(SampledDraft):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         ends = readable_lengths(self.other, tokens, lengths)
-        if isinstance(self.other, FeatureDraft) or not is_eager_cpu(lengths):
+        if isinstance(self.other, FeatureDraft):
             self.other.catch_up(tokens, ends, num_steps)
-        else:
-            # `propose` reads them, if it asks `other`.
-            self._num_read = torch.minimum(self._num_read, lengths - 2 - num_steps)
+            return
+        # The step before these steps may have verified K looked-up drafts, which `other` has not read.
+        num_unread = num_steps + self._most_drafts - 1
+        if is_eager_cpu(lengths):
+            num_unread = max(num_unread, int((lengths - 2 - self._num_read).max()))
+            self._num_read = torch.full_like(lengths, ALL_READ)
+        self.other.catch_up(tokens, ends, num_unread)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
@@ -169,10 +180,12 @@ class LookupElse(SampledDraft):
         num_unread = self._most_drafts - 1
         if is_host:
             num_read = torch.minimum(self._num_read, lengths - 2)
-            if is_eager and not self._keeps_states and bool(is_found.all()):
-                # `other` reads later what it skips now.
+            # A row that has not grown has ended.
+            has_ended, self._last_lengths = lengths == self._last_lengths, lengths.clone()
+            if is_eager and not self._keeps_states and bool((is_found.squeeze(1) | has_ended).all()):
+                # Skip `other`: it reads these tokens when `propose` next asks it. Looked-up drafts need no logits.
                 self._num_read = num_read
-                return self._one_hot(_without_padding(found), sampling)
+                return Draft(_without_padding(found))
             num_unread = int((lengths - 2 - num_read).max())
             self._num_read = torch.where(is_found.squeeze(1), lengths, ALL_READ)
         if num_unread > 0 and not isinstance(self.other, FeatureDraft):
@@ -191,22 +204,15 @@ class LookupElse(SampledDraft):
     def _look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """The looked-up drafts [B, K]; -1 where there are none."""
         found = self.lookup.propose(tokens, lengths, num_draft_tokens).tokens
-        for token in self._undrafted:
+        for token in self._target.undrafted:
             found = torch.where(found == token, -1, found)
         return found
 
     def _ask_other(
         self, tokens: Tensor, lengths: Tensor, count: int, sampling: SamplingTensors, seeds: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        draft = proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target_size)
+        draft = proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
         return draft.tokens, draft.logits, draft.lse
-
-    def _one_hot(self, found: Tensor, sampling: SamplingTensors) -> Draft:
-        """Looked-up drafts [B, K] of all rows."""
-        if self.deterministic or sampling.coupled:
-            return Draft(found)
-        logits = torch.zeros(*found.shape, self._target_size, device=found.device)
-        return Draft(*self._mixed(found, found, logits, torch.zeros(found.shape, device=found.device)))
 
     def _mixed(
         self, found: Tensor, tokens: Tensor, logits: Tensor | None, lse: Tensor | None

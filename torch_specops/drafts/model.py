@@ -80,7 +80,8 @@ class SampledDraft(DraftSource):
         for index, number in enumerate(numbers):
             token, *others, state = step(index, previous, state, ends, number, sampling, text)
             drawn.append((token, *others))
-            # A row without a finite logit gives -1. Read token 0 instead, because drafts after it are not verified.
+            # The token is -1 in a row without a finite logit. Read token 0 instead, because drafts after it are not
+            # verified.
             previous = token.clamp(min=0).unsqueeze(1)
             if text is not None:
                 text = text.scatter(1, ends, token.unsqueeze(1))
@@ -98,14 +99,14 @@ class SampledDraft(DraftSource):
 
 
 class SequentialDraft(SampledDraft):
-    """A source that samples its drafts one after another. It compiles two functions, which do not depend on K: the
-    forward over the unread tokens of the sequence, and the forward over the previous draft."""
+    """A source that samples its drafts one after another. The source compiles two functions, which do not depend on K:
+    the forward over the unread tokens of the sequence, and the forward over the previous draft."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        """Propose K tokens [B, K]. They come with the logits [B, K, V] they were sampled from and their logsumexp [B,
-        K], unless drafts share the target's noise."""
+        """Propose K tokens [B, K]. The tokens come with the logits [B, K, V] that they were sampled from and the
+        logsumexp [B, K] of these logits, unless drafts share the target's noise."""
         unread, first_positions = self._unread(tokens, lengths)
 
         def step(index: int, previous: Tensor, output: Tensor | None, ends: Tensor, *others: Any) -> tuple[Any, ...]:
@@ -148,13 +149,12 @@ class ModelDraft(SequentialDraft):
     """Samples K tokens one after another from a draft model (Leviathan et al. 2023, Algorithm 1, the draws from M_q).
 
     The first forward of a step reads the two newest tokens. If all K drafts of the previous step were accepted, these
-    are the last draft, which was sampled but not yet read, and the bonus token. With this, the KV cache is always
-    complete, and K drafts take K forwards. After steps without drafts, one more forward reads the tokens that those
-    steps emitted.
+    are the last draft, which was sampled but not yet read, and the bonus token. So the KV cache is always complete, and
+    K drafts take K forwards. After steps without drafts, one more forward reads the tokens that those steps emitted.
 
     Args:
-        model: the draft model, of transformers or a `LanguageModel`. Its vocabulary must be the target's. It never
-            reads positions beyond its `max_length`.
+        model: the draft model, of transformers or a `LanguageModel`. Its vocabulary must be the target's. The draft
+            model never reads positions beyond its `max_length`.
     """
 
     # The number of slots of the model's cache if sequences may be longer than the model can read, otherwise None.

@@ -61,8 +61,8 @@ class MTP(FeatureDraft):
     ) -> MTP:
         """Read the MTP layers in the target's checkpoint, which loading the model leaves out.
 
-        They are found by name: as in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of the target's
-        layers), in Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or in MiMo (`model.mtp_layers`).
+        The layers are found by name: as in DeepSeek-V3, Kimi K2 and GLM-4.5 (`model.layers.L`, L = the number of the
+        target's layers), in Qwen3-Next, Qwen3.5 and Mellum (`mtp`), or in MiMo (`model.mtp_layers`).
 
         Args:
             target: a transformers model; the layers are loaded to its device.
@@ -93,8 +93,8 @@ class MTP(FeatureDraft):
         self._cache = self._cache or self.head.new_cache()
         self._cache.start(batch, capacity, torch.empty(0, device=self.device))
         self._caches = self._cache.layers
-        # Allocate the caches. Later reads overwrite these entries.
         first = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        # Read one token to allocate the caches. Later reads overwrite its entries.
         self._read_text(first, first + 1, first)
 
     def propose(
@@ -112,7 +112,7 @@ class MTP(FeatureDraft):
             read_and_draw = self._piece(self._read_and_draw, positions.shape[1], index)
             *drawn, hidden, text = read_and_draw(index, hidden, text, ends + index, positions, own, sampling)
             found.append(drawn)
-        # The other layers have to read the new pairs too.
+        # If K is smaller than the number of layers, the other layers have to read the new pairs too.
         for index in range(num_draft_tokens, depth):
             read = self._piece(self._read, positions.shape[1], index)
             _, hidden = read(index, hidden, text, ends + num_draft_tokens, positions)
@@ -127,7 +127,8 @@ class MTP(FeatureDraft):
         raw, hidden = self._read(min(index, last), hidden, text, ends, positions)
         logits = self._target.head(hidden[:, -1:].to(self._target.dtype))
         token, *rest = sampling.draw(logits, numbers, text, ends)
-        # A row without a finite logit gives -1. Later drafts are not verified, so any token may be read instead.
+        # The token is -1 in a row without a finite logit. Later drafts are not verified, so any token may be read
+        # instead.
         text = text.scatter(1, ends, token.clamp(min=0).unsqueeze(1))
         return token, *rest, raw if index >= last and self.head.layout.repeats_raw else hidden, text
 

@@ -1,4 +1,5 @@
-"""Drafts from n-gram tables: counts of tokens in a text, which are looked up on the device without a model."""
+"""Drafts from n-gram tables, which count the tokens that followed each context in a text. The tables are looked up on
+the device, without a model."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class NGram(DraftSource):
     step included.
 
     Without probabilities, the proposal is the most frequent continuation (among equals the lowest token), and
-    `Draft.logits` is None. With probabilities, it is drawn in proportion to the counts: the logits are the logs of the
-    counts, and -inf for every token that did not follow the context.
+    `Draft.logits` is None. With probabilities, the proposal is drawn in proportion to the counts: the logits are the
+    logs of the counts, and -inf for every token that did not follow the context.
 
     Memory: a text of N tokens has at most N contexts of each length. Without probabilities, a context takes 12 bytes.
     With probabilities, it takes 16 bytes, and 8 bytes for each of its continuations, of which there are at most
@@ -186,7 +187,8 @@ class NGram(DraftSource):
         assert self._starts is not None and self._log_counts is not None
         start, end = self._starts[context], self._starts[context + 1]
         candidate = start.unsqueeze(1) + torch.arange(self.max_candidates, device=context.device)
-        # For a context with fewer candidates, repeat its last one; it writes the same number to the same place again.
+        # A context with fewer candidates repeats its last candidate, which writes the same number to the same place
+        # again.
         candidate = torch.minimum(candidate, end.unsqueeze(1) - 1)
         row = self._log_counts.new_full((context.shape[0], self.vocab_size), -torch.inf)
         return row.scatter(1, self._continuations[candidate].long(), self._log_counts[candidate])

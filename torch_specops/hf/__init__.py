@@ -26,10 +26,10 @@ __all__ = ["EncoderDecoderModel", "TransformersModel", "custom_generate", "langu
 
 
 def __getattr__(name: str) -> Any:
-    # Importing its module wraps two methods of `GenerationMixin`.
+    # Import this module only on demand, because the import wraps two methods of `GenerationMixin`.
     if name == "custom_generate":
         return import_module(".door.generate", __name__).custom_generate
-    # `decode` is a higher layer, which imports this package.
+    # Import this module only on demand, because `decode` is a higher layer, which imports this package.
     if name == "stop_string_rule":
         return import_module("..decode.stop_strings", __name__).stop_string_rule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,14 +21,15 @@ from .rereading import OTHER_ROTARY, RereadingModel
 from .rotary import rereads_at
 from .states import state_modules
 
-# Slots of the check's cache. Some models hard-code a window (256 tokens in GPT-Neo), and the cache must exceed it.
+# Slots of the check's cache. Some models hard-code a window (256 tokens in GPT-Neo), and the cache must exceed this
+# window.
 CAPACITY = 512
 # Config fields that give the sequence length at which a model changes its attention window or its rotary embedding.
 THRESHOLDS = (
     *("attention_chunk_size", "index_topk", "local_attention", "original_max_position_embeddings", "sliding_window"),
     *("sliding_window_size", "window_size"),
 )
-# The check sets these lengths to a few tokens, so that a short sequence crosses them.
+# The check lowers the lengths in THRESHOLDS to this many tokens, so that a short sequence crosses them.
 LOWERED = 4
 
 # The architectures that passed the check.
@@ -39,16 +40,16 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
     Args:
-        model: a `PreTrainedModel` with a language head, all of it on one device, or a `PeftModel` around one, which is
-            read with its active adapter.
+        model: a `PreTrainedModel` with a language head, all on one device, or a `PeftModel` around one, which is read
+            with its active adapter.
 
     Raises:
         TypeError: `model` is not a transformers model.
         ValueError: the model cannot be rolled back (states outside of transformers' cache, indexed attention), has no
             language head, or is offloaded or on several devices; its attention implementation takes no mask; a
             `forward` set on one of its modules may run modules in training mode; it is an encoder-decoder model other
-            than Whisper and T5; or its family is untested, and it does not take a cache and masks, or gives other
-            logits with them than without.
+            than Whisper and T5; or the model's family is untested, and the model does not take a cache and masks, or
+            gives other logits with a cache and masks than without.
     """
     model = unwrapped(model)
     if model.config.is_encoder_decoder:
@@ -77,7 +78,7 @@ class _Check:
         self._reading: Reading | None = None
 
     def __reduce__(self) -> tuple[type[_Check], tuple[()]]:
-        # Pickle none of these, because they may hold code that the user has removed since.
+        # Pickle nothing: the results may hold code that the user has removed since.
         return _Check, ()
 
     def __call__(self, adapter: TransformersModel) -> Reading | None:
@@ -85,7 +86,7 @@ class _Check:
         model = adapter.model
         if (rereads_at(model) is not None) != isinstance(adapter, RereadingModel):
             raise ValueError(OTHER_ROTARY)
-        # The user's code is checked even in a tested family.
+        # Find the user's own code: with such code, even a model of a tested family is checked.
         own = [vars(module).get("forward", type(module)) for module in model.modules()]
         own = [each for each in own if not isinstance(each, type) or is_foreign(each)]
         if not own:
@@ -105,7 +106,7 @@ class _Check:
 
 def _architecture(model: PreTrainedModel) -> Hashable:
     """A key that is equal for models whose forwards differ in their weights only: the classes of the modules, the
-    configs, and the types, dtypes and devices of the weights. It holds no reference to the model."""
+    configs, and the types, dtypes and devices of the weights. The key holds no reference to the model."""
     settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
     weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
     return tuple(map(type, model.modules())), settings, weights
@@ -118,7 +119,8 @@ def _check(adapter: TransformersModel) -> Reading:
     """Compare the logits of reads through the cache, a rollback included, with those of a forward without a cache. The
     lengths at which the model changes (THRESHOLDS) are lowered, so that a few tokens cross them.
 
-    Returns how to read the model. If only reads beyond such a length are wrong, its `max_length` is that length.
+    Returns how to read the model. If only reads beyond one of these lengths are wrong, the returned `max_length` is
+    that length.
 
     Raises:
         ValueError: the logits differ even below these lengths, or the model does not take a cache and masks.
@@ -169,12 +171,13 @@ def _compare(adapter: TransformersModel, lowered: list[str]) -> tuple[bool, str 
 def _difference(
     adapter: TransformersModel, lowered: list[str], use_spans: bool, supports_spans: bool = True
 ) -> tuple[float, float]:
-    """The largest difference between the logits, and the largest that rounding explains."""
-    # Use another adapter, because `_lower` changes the configs of its copy.
+    """The largest difference between the logits of reads through the loop's cache and those of transformers, and the
+    largest difference that rounding explains."""
     reading = Reading(supports_spans, adapter.max_length, adapter.limited_by)
+    # Use another adapter, because `_lower` changes the configs of an adapter's copy.
     adapter = type(adapter)(adapter.model, check=lambda adapter: reading)
     device = adapter.device
-    # 0, 5, 3, 1, ...: after seven tokens they repeat, as tokens of real sequences do.
+    # The tokens are 0, 5, 3, 1, ..., and repeat after seven, as tokens of real sequences do.
     count = min(12, adapter.max_length or 12)
     tokens = (torch.arange(count, device=device) * 5 % 7).unsqueeze(0) % adapter.vocab_size
     capacity = min(CAPACITY, adapter.max_length or CAPACITY)
@@ -192,8 +195,8 @@ def _difference(
     for begin in (index[:, :1], index[:, 1:3]):
         adapter.read(tokens[0, begin], begin, use_spans)
     adapter.read(tokens.flip(1)[0, positions], positions, use_spans)
-    # Test the width of eager steps and that of compiled steps.
     tokens, wanted = tokens[0, positions], expected[0, positions]
+    # Compare with both values of `width`: None, as in eager steps, and the capacity, as in compiled steps.
     found = [adapter.read(tokens, positions, use_spans, width=width) - wanted for width in (None, capacity)]
     if use_spans and adapter.packs_rows:
         is_read = index < torch.tensor([[2], [count]], device=device)
@@ -203,8 +206,8 @@ def _difference(
 
 
 def _lower(adapter: TransformersModel, names: list[str]) -> None:
-    """Set these fields to LOWERED, in the configs and modules of the adapter's copy of the model. Nothing restores
-    them, because the adapter is used for one comparison only."""
+    """Set the fields with these names to LOWERED, in the configs and modules of the adapter's copy of the model.
+    Nothing restores them, because the adapter is used for one comparison only."""
     for config in adapter._copy.newest.configs:
         rope = getattr(config, "rope_parameters", None) or {}
         for fields in (vars(config), rope, *(each for each in rope.values() if isinstance(each, dict))):

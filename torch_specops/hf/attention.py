@@ -61,14 +61,14 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     return output.flatten(0, 1).index_select(0, at).unsqueeze(0)
 
 
-# A config selects `grouped_attention` by this name. It takes the same masks as "sdpa".
+# A config selects `grouped_attention` by the name GROUPED. The function takes the same masks as "sdpa".
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:
-    """If a config uses "sdpa", replace it by `grouped_attention` if its query heads are grouped or the model gets
-    spans. Otherwise set it back to "sdpa"."""
+    """In a config with "sdpa", select `grouped_attention` if query heads are grouped or the model gets spans. Otherwise
+    select "sdpa" again."""
     # In a heterogeneous model, each layer may have a different number of heads, which the config does not show.
     is_grouped = use_spans or getattr(config, "is_heterogeneous", False)
     if not is_grouped:

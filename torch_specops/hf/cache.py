@@ -99,7 +99,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         if self.is_initialized and self.fits(key_states, value_states):
             RaggedKeyValues.clear(self)
         else:
-            # The first forward may write only some rows.
+            # Allocate the buffers for all rows, because the first forward may write only some rows.
             keys, values = (states[:1].expand(self._cache.batch, -1, -1, -1) for states in (key_states, value_states))
             RaggedKeyValues.__init__(self, keys, values, self._cache.capacity)
         self.is_initialized = self.is_begun = True
@@ -137,7 +137,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
         return self._cache.width or self._cache.capacity, 0
 
     def get_seq_length(self) -> int:
-        # Rows have different lengths, so forwards get explicit positions and masks.
+        # Report a length of 0: rows have different lengths, so forwards get explicit positions and masks.
         return 0
 
     def get_max_length(self) -> int:
@@ -148,37 +148,39 @@ class FeatureBuffer(RowState):
     """The inputs of a model's layers with the indices `layers`, in a buffer with a fixed address and shape. The index
     after the last layer selects the output of the final norm.
 
-    A forward writes it like the cache: the feature of the token at position j is in slot j.
+    A forward writes the buffer like the cache: the feature of the token at position j is in slot j.
 
     Attributes:
         values: [B, capacity, len(layers) * H], the layers side by side; None before `start`.
-        cache: the cache whose slots and rows it uses; set before a forward.
+        cache: the cache whose slots and rows the buffer uses; set before a forward.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
         self.values: Tensor | None = None
         self.cache: RaggedCache | None = None
-        # The same names and objects in every batch, because compiled code guards on both.
+        # Use the same names and objects in every batch, because compiled code guards on both.
         self._hooks = {f"torch_specops.features.{part}": partial(self._keep, part) for part in range(len(layers))}
 
     def __reduce__(self) -> tuple[type[FeatureBuffer], tuple[tuple[int, ...]]]:
         return FeatureBuffer, (self.layers,)
 
-    # A batch may continue outside of the inference mode that it began in.
+    # Allocate outside of inference mode, because a batch may continue outside of the inference mode that it began in.
     @torch.inference_mode(False)
     def start(self, batch: int, capacity: int, like: Tensor) -> None:
         old, shape = self.values, (batch, capacity, len(self.layers) * self._hidden_size)
         if old is not None and (tuple(old.shape), old.dtype, old.device) == (shape, like.dtype, like.device):
             old.zero_()
         else:
+            # Free the old tensor before the new one is allocated.
+            old = self.values = None
             self.values = like.new_zeros(shape)
 
     def attach(self, layers: nn.ModuleList, decoder: nn.Module, hidden_size: int) -> None:
         """Hook these layers and the decoder that contains them. They must be the copies of a `ShadowModel`."""
         self._hidden_size = hidden_size
         for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):
-            # The copies share their hooks with the user's model, so replace the dicts and do not change them.
+            # The copies may share their dicts of hooks with the user's model, so give the copies new dicts.
             if index == len(layers):
                 decoder._forward_hooks = OrderedDict(decoder._forward_hooks, **{name: hook})
                 continue

@@ -20,16 +20,17 @@ from .models import Seen, TransformersModel
 
 
 class EncoderDecoderModel(TransformersModel):
-    """A transformers model whose decoder attends to an encoder (Whisper, T5). Its tokens are the decoder's.
+    """A transformers model whose decoder attends to an encoder (Whisper, T5). Tokens are the decoder's tokens.
 
-    The encoder runs once, in `start`. The first forward computes the keys and values of its output and keeps them. A
-    draft with the same encoder, or without an encoder, reads the target's encoder output.
+    The encoder runs once, in `start`. The first forward computes the keys and values of the encoder's output and keeps
+    them. A draft with the same encoder, or without an encoder, reads the target's encoder output.
     """
 
     # The encoder's output if it has already run; `start` then does not run it.
     encoder_outputs: Tensor | None = None
-    # In a draft: the target whose encoder output it reads. `_inputs` are the newest inputs of the encoder.
+    # In a draft: the target whose encoder output the draft reads.
     _encodes_for_us: EncoderDecoderModel | None = None
+    # The newest inputs of the encoder.
     _inputs: Mapping[str, Tensor] | None = None
     _of_calls: ClassVar[Sequence[str]] = (
         *("encoder_outputs", "_both", "_encoded", "_encodes_for_us", "_inputs", "_relative_bias"),
@@ -85,8 +86,8 @@ class EncoderDecoderModel(TransformersModel):
         return draft
 
     def _take_encoded(self, inputs: Mapping[str, Tensor] | None) -> bool:
-        """Use the target's encoder output if it is for these inputs, and return whether it is: another decoder may have
-        replaced it."""
+        """Use the target's encoder output if it belongs to these inputs. Returns whether it does, because another
+        decoder may have replaced the output."""
         other = self._encodes_for_us
         if other is None or other._encoded.states is None or other._inputs is not inputs:
             return False
@@ -165,7 +166,7 @@ class EncoderOutput(RowState):
 
     states: Tensor | None = None
     mask: Tensor | None = None
-    # At the same addresses for every batch of the same shape.
+    # The cache of `attend`. Its tensors keep their addresses as long as `attend` gets the same `states`.
     _cache: Cache | None = None
 
     def attend(self, states: Tensor, mask: Tensor | None, num_layers: int) -> Cache:

@@ -19,16 +19,16 @@ from .states import StateCache, StateReader, state_modules
 class HybridModel(TransformersModel):
     """A causal transformers model with layers that keep a state, with or without attention.
 
-    Its cache has rings of states for these layers (`states.py`). A ring holds the states before the positions of one
+    The cache has rings of states for these layers (`states.py`). A ring holds the states before the positions of one
     step. So a sequence can be rolled back within its newest step but not into its prompt, and no token after a prompt
-    may be read together with it.
+    may be read together with the prompt.
 
     Attributes:
         state_bytes: the memory of all rings.
     """
 
     keeps_states = True
-    # States are read row by row.
+    # A module with a state reads each row's tokens in order, so rows cannot be packed.
     packs_rows = False
     _cache_kind = StateCache
     _num_slots = 2
@@ -101,7 +101,7 @@ class HybridModel(TransformersModel):
         return torch.cat(logits, 1)
 
     def _for_layers(self, seen: Callable[[Window | None], Tensor]) -> Seen:
-        """Masks for the kinds of attention layer. Layers with a state get none, because they read no padding."""
+        """Masks for the kinds of attention layer. Layers with a state get no mask, because they read no padding."""
         kinds = {"full_attention": None} | self._windows
         # Some families look up the mask of a layer with attention and a state by the name of its attention.
         kinds |= {ATTENTION_OF[kind]: window for kind, window in self._windows.items() if kind in ATTENTION_OF}

@@ -17,7 +17,7 @@ from .cache import RaggedCache
 from .hybrid import HybridModel
 from .models import TransformersModel
 
-# The tests compare these with transformers' decoding. Other models are compared when they first get an image.
+# The tests compare these models with transformers' decoding. Other models are compared when they first get an image.
 TESTED_MODELS = {"gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"}
 # The names of image arguments in forwards, and of the type ids that mark image tokens.
 IMAGES = (
@@ -50,7 +50,7 @@ def _heard(rotary: nn.Module | None, hear: Callable[[Tensor], object]) -> Iterat
     if rotary is None:
         yield
         return
-    # The copy shares its hooks with the user's model, so replace the dict and do not change it.
+    # The copy may share its dict of hooks with the user's model, so give the copy a new dict.
     hooks = rotary._forward_pre_hooks
     rotary._forward_pre_hooks = OrderedDict(hooks, **{"torch_specops.positions": lambda _, given: hear(given[1])})
     try:
@@ -98,7 +98,7 @@ class ImageTextModel(TransformersModel):
     # Unread images, each with the rows whose prompts contain them.
     _images: list[tuple[Sequence[int], Mapping[str, Tensor]]]
     _num_copies = 1
-    # None = positions equal slots.
+    # The offsets of positions from slots; None = positions equal slots.
     _offsets: PositionOffsets | None = None
     _of_calls: ClassVar[Sequence[str]] = ("_images", "_num_copies", "_offsets")
 
@@ -243,9 +243,9 @@ class ImageTextModel(TransformersModel):
         last = mask.sum(1, keepdim=True) - 1
         logits, _, _ = self._own_forward(tokens, mask, images, None)
         expected = logits[torch.arange(len(rows), device=rows.device), last.squeeze(1)].float()
-        # Read the last `num_unread` tokens as the next step will, but none before the end of the last image.
         index = torch.arange(tokens.shape[1], device=tokens.device)
         behind = ((tokens == self._placeholder) & mask).mul(index + 1).amax(1, keepdim=True)
+        # Read the last `num_unread` tokens as the next step will, but none before the end of the last image.
         positions = torch.maximum(last + torch.arange(1 - num_unread, 1, device=tokens.device), behind)
         found = self.forward(tokens.gather(1, positions), positions, 1, rows)[:, 0]
         difference = float((found - expected).abs().amax())
@@ -280,8 +280,8 @@ class ImageTextModel(TransformersModel):
 
 
 class HybridImageModel(ImageTextModel, HybridModel):
-    """An image-text model in which some layers keep a state (Qwen3.5). It reads each prompt alone, because no token
-    after a prompt may be read together with it."""
+    """An image-text model in which some layers keep a state (Qwen3.5). The model reads each prompt alone, because no
+    token after a prompt may be read together with the prompt."""
 
     def _read_prompts(
         self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor], rows: Tensor, num_unread: int

@@ -221,7 +221,7 @@ class Look:
             return value
         whole = kind, *key, *map(id, new)
         made = self._made.get(whole, self._made_before.get(whole))
-        # Do not reuse a container that a forward has changed since the previous look.
+        # Do not reuse a container that an earlier look rebuilt if a forward has changed it since.
         if made is None or (kind in MUTABLE and (held := parts_of(made)) and not are_same(held[0], new)):
             made = make(*new)
         self._made[whole] = made

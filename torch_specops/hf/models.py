@@ -29,8 +29,8 @@ from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
 
-# The tests compare these token for token with transformers' decoding. Other decoder-only families are checked on a few
-# tokens when they are first used.
+# The tests compare these families token for token with transformers' decoding. Other decoder-only families are checked
+# on a few tokens when they are first used.
 TESTED_FAMILIES = {
     *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
     *("t5", "whisper"),
@@ -62,16 +62,16 @@ class TransformersModel(FeatureModel, TreeModel):
 
     Attributes:
         model: the user's model.
-        prepared: its copy in evaluation mode, updated by `look` and by `start`.
+        prepared: the copy of the model in evaluation mode, updated by `look` and by `start`.
         eager_because: the caller's reason not to compile; None = no reason.
-        max_length: the most tokens that it can read or was made for; None = any number.
+        max_length: the most tokens that the model can read or was made for; None = any number.
         limited_by: the reason for `max_length`; None = the number of its positions.
-        reads_beyond: True = it was made for `max_length` tokens but can read more.
+        reads_beyond: True = the model was made for `max_length` tokens but can read more.
         supports_spans: True = attention may get spans of slots or packed rows, because the model uses transformers'
             "sdpa".
-        not_compiled: the reason why its forward cannot be compiled; None if it can.
+        not_compiled: the reason why the forward cannot be compiled; None = it can.
         reads_rows: True = `forward` can read a subset of the rows.
-        reads_inputs: True = it reads the input of an encoder besides the tokens.
+        reads_inputs: True = the model reads the input of an encoder besides the tokens.
         use_spans: False = attention always gets a mask over the whole cache.
 
     Raises:
@@ -115,8 +115,8 @@ class TransformersModel(FeatureModel, TreeModel):
         self._begin()
 
     def look(self) -> None:
-        """Apply changes of the user's model to the copy: classes, configs, modules, hooks and attributes. If `start`
-        comes next, it does not look again.
+        """Apply changes of the user's model to the copy: classes, configs, modules, hooks and attributes. If
+        `start` is the next call, `start` does not look again.
 
         Raises:
             ValueError: the model cannot be read any more (`language_model`).
@@ -134,7 +134,7 @@ class TransformersModel(FeatureModel, TreeModel):
         if self._understood != self.version:
             self._understand()
             self._understood = self.version
-        # Reapply our changes, because a look may have rebuilt modules.
+        # Apply our changes to the copy again, because updating the copy may have rebuilt its modules.
         if self._first_layers is not None:
             layers = layers_of(self.prepared)
             assert layers._modules is not layers_of(self.model)._modules, "only the copy loses layers"
@@ -229,7 +229,7 @@ class TransformersModel(FeatureModel, TreeModel):
             state.start(batch, capacity, like)
 
     def _row_states(self) -> list[RowState]:
-        """The tensors that rows keep, started, cleared and copied in this order."""
+        """The tensors that the model keeps for each row. They are started, cleared and copied in this order."""
         return [self._require_cache(), *([] if self._features is None else [self._features])]
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
@@ -307,8 +307,8 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def packs_rows(self) -> bool:  # type: ignore[override]
-        """Whether `forward_packed` gives the logits of `forward`. It needs our attention; all other modules work token
-        by token."""
+        """Whether `forward_packed` gives the logits of `forward`. Packed rows need our attention; all other modules
+        work token by token."""
         return self.supports_spans
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, is_read: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -318,7 +318,7 @@ class TransformersModel(FeatureModel, TreeModel):
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
         owners = (members if rows is None else rows[members]).unsqueeze(0)
         slots = torch.arange(int(at.amax()) + 1, device=at.device).unsqueeze(0)
-        # Without padding, a single row is read as usual.
+        # Drop columns that are padding in every row. A single row then has no padding, and attention reads it as usual.
         positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
         # Padding queries have an empty mask.
         seen = self._mask(positions, slots, (slots <= positions.unsqueeze(2)) & is_read.unsqueeze(2))
@@ -343,7 +343,7 @@ class TransformersModel(FeatureModel, TreeModel):
             if use_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
             elif self._sees_all and cache.first == width - 1:
-                # Each row has one token, at the last slot that is read.
+                # Each row has one token, at the last slot that is read, so the token sees all these slots.
                 seen = ALL_SEEN
             else:
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
@@ -367,7 +367,9 @@ class TransformersModel(FeatureModel, TreeModel):
 
     def _read(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> Tensor:
         arguments = self._arguments(tokens, positions, mask, num_logits)
-        # A graph must not hold the prompts' lengths, because each batch has a new tensor.
+        # Compute these lengths only for rotary embeddings that depend on them, because the tensor of the prompts'
+        # lengths is another one in each batch, and a captured graph would keep it. Without such embeddings the argument
+        # is unused.
         with self.reading_at(self._lengths_at(positions) if self._rotaries else positions):
             logits: Tensor = self.prepared(**arguments, use_cache=True).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
@@ -401,7 +403,8 @@ class TransformersModel(FeatureModel, TreeModel):
         """The model's argument `logits_to_keep` for the last `num_logits` logits of a forward; None = all."""
         if self._features is None or num_logits in (None, num_tokens):
             return num_logits or 0
-        # Given a number, Gemma 4 with shared keys skips the other tokens in its last layers, and their features.
+        # Pass indices: given a number, Gemma 4 with shared keys skips the other tokens in its last layers, and their
+        # features would be missing.
         return torch.arange(num_tokens - num_logits, num_tokens, device=self.device)
 
     def rounding_of(self, logits: Tensor) -> float:
@@ -438,7 +441,7 @@ class TransformersModel(FeatureModel, TreeModel):
             visible = visible_slots(positions, slot_positions, window, own_text)
             if not self._additive_mask:
                 return visible
-            # Eager attention adds the mask to its scores.
+            # Eager attention adds the mask to the scores.
             dtype = self.model.dtype
             return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 

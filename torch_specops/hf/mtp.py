@@ -22,21 +22,21 @@ from .cache import RaggedCache, cache_argument
 from .images import ImageTextModel, mrope_of
 from .models import TransformersModel
 
-# Config fields that give the number of these layers.
+# Config fields that give the number of MTP layers.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 PARTS = ("enorm", "hnorm", "eh_proj", "norm", "block")
-# From each tensor that holds a weight of all experts to its names in checkpoints that store experts separately.
+# Maps each tensor that holds a weight of all experts to its names in checkpoints that store experts separately.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Layout(NamedTuple):
-    """How a family names the weights of MTP layer k, which is layer n of the model, and how it uses them.
+    """How a family names the weights of MTP layer k, which is layer n of the model, and how it uses the weights.
 
     Args:
         root: the prefix of all names.
         parts: the next part of the names, for each of `PARTS`. Weights without a layer number are shared.
         hidden_first: the projection reads the hidden state before the embedding.
-        repeats_raw: if the last layer reads its own output, it reads it before the norm (as in vLLM).
+        repeats_raw: True = a last layer that reads its own output gets this output before the norm (as in vLLM).
     """
 
     root: str
@@ -121,7 +121,7 @@ class MtpHead(nn.Module):
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The output of a layer [A, n, H], before and after its norm, from hidden states [A, n, H] at positions [A, n]
-        and the tokens [A, n] that are index + 1 positions later. It attends to the first `width` slots."""
+        and the tokens [A, n] that are index + 1 positions later. The layer attends to the first `width` slots."""
         layer: Any = self.layers[index]
         places, kind = positions + index + 1, self._types[index]
         read = layer.fuse(target.embed(tokens).to(hidden.dtype), hidden)
@@ -133,7 +133,7 @@ class MtpHead(nn.Module):
         if mrope_of(target.prepared) is not None:
             grid = places.expand(3, -1, -1)
             if isinstance(target, ImageTextModel):
-                # Add the offsets of the hidden states, so that their distances stay as in the model.
+                # Add the offsets of the hidden states, so that the distances between positions stay as in the model.
                 grid = grid + target.offsets_at(positions, None if rows is None else rows.unsqueeze(1))
         # Each kind of layer may have different angles.
         kinds = [kind] if kind in self.config.rope_parameters else []
@@ -206,7 +206,7 @@ def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
         before, is_counted_on = (layout.root + layout.parts[-1]).partition("{")[0], "{n}" in layout.root
         first = text.num_hidden_layers if is_counted_on else 0
         tried.append(layout.root.format(k=0, n=first) + "*")
-        # If the model is part of another model, names begin with its name.
+        # If the text model is part of another model, names begin with the text model's name.
         pattern = re.compile(rf"(|.*?\.){re.escape(before)}(\d+)\.")
         numbered = {int(match[2]) - first: match[1] for name in names if (match := pattern.match(name))}
         prefixes = {layer: prefix for layer, prefix in numbered.items() if layer >= 0}
@@ -230,8 +230,8 @@ def _find(names: Iterable[str], text: PreTrainedConfig, folder: Path) -> Found:
 
 
 def _take_copies(roots: Iterable[str], given: dict[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
-    """Remove copies of the target's weights, because the target's are used. They must be equal, but values are not
-    compared if the target is quantised."""
+    """Remove copies of the target's weights, because the target's are used. The copies must be equal to the target's
+    weights, but values are not compared if the target is quantised."""
     modules: dict[str, Any] = {"embed_tokens": model.get_input_embeddings()}
     modules["shared_head.head"] = model.get_output_embeddings()
     for root, rest in product(roots, modules):

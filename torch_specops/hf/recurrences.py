@@ -7,6 +7,10 @@ each token, they load the state from the ring and store the new state in the nex
 
 In eager calls on a CPU, the states are bit-identical however many tokens a call reads, because each token is computed
 with operations of the same shapes.
+
+Shapes: A rows are read, S tokens of each. A ring has R slots. H is the number of heads (of channels in Mamba), G of
+groups of heads that share keys (B and C in Mamba-2). X and Y are the sizes of a state. A convolution has C channels and
+a window of W inputs.
 """
 
 from __future__ import annotations
@@ -137,8 +141,8 @@ class StepStates:
 
 
 def step_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A function that calls the module's forward for all tokens of a step at once; None = its recurrence is not
-    supported here. The function takes a `StepStates` and the keyword arguments of the module's forward except the
+    """A function that calls the module's forward for all tokens of a step at once; None = the module's recurrence is
+    not supported here. The function takes a `StepStates` and the keyword arguments of the module's forward except the
     cache. The module and its class do not change.
     """
     forward = inspect.unwrap(type(module).forward)
@@ -192,7 +196,7 @@ def gated_delta_rule(
     if each channel has its decay (Kimi) -> output [A, S, H, Y], and a dummy that the module passes to
     `update_recurrent_state`."""
     num_heads, dtype = value.shape[2], query.dtype
-    # Stack them as [A, S, H, 2, X], so that one product with the state serves both.
+    # Stack key and query as [A, S, H, 2, X], so that one product with the state serves both.
     key_query = torch.stack([key, query], 3).float()
     key_query = key_query * torch.rsqrt((key_query * key_query).sum(-1, keepdim=True) + 1e-6)
     key_query = key_query.repeat_interleave(num_heads // key.shape[2], 2)

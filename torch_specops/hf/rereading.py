@@ -39,10 +39,8 @@ class Prefixes(RowState):
         self.num_read = [0] * batch, [0] * batch
 
     def clear_rows(self, rows: Tensor) -> None:
+        # A new sequence is read from position 0, which resets `num_read`.
         self.short.clear_rows(rows)
-        for num_read in self.num_read:
-            for row in rows.tolist():
-                num_read[row] = 0
 
     def copy_rows(self, sources: Tensor, width: int) -> None:
         self.short.copy_rows(sources, width)
@@ -67,7 +65,6 @@ class RereadingModel(TransformersModel):
     """
 
     packs_rows = False
-    _long: RaggedCache | None = None
     _of_calls: ClassVar[Sequence[str]] = ("_is_long", "_long", "_prefixes")
 
     def _take_over(self) -> None:
@@ -78,8 +75,6 @@ class RereadingModel(TransformersModel):
         super()._take_over()
 
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
-        # A fork during a forward may have left the cache of short prefixes here.
-        self._cache = self._long
         self._prefixes = Prefixes(self.num_layers, self.switch)
         super().start(batch, capacity, inputs)
         self._long, self._is_long = self._require_cache(), True
@@ -114,7 +109,7 @@ class RereadingModel(TransformersModel):
             counts = [last + 1 - begin for begin, last in zip(begins, lasts, strict=True)]
             for group in groups_by_length(counts, FORWARD_COST):
                 longest, group = counts[group[0]], sorted(group)
-                # A row with fewer unread tokens reads some again.
+                # A row with fewer unread tokens than the longest of the group reads some tokens again.
                 begin = torch.tensor([[max(lasts[each] + 1 - longest, 0)] for each in group], device=tokens.device)
                 at = begin + torch.arange(longest, device=tokens.device)
                 num_wanted = longest - min(firsts[each] - int(at[i, 0]) for i, each in enumerate(group))

@@ -68,7 +68,7 @@ def growing_rotaries(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 def _rotate(
     rotary: Any, original: Any, read: ReadLengths, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """The forward of a rotary embedding for tokens that are read at different lengths. It calls the original forward
+    """The forward of a rotary embedding for tokens that are read at different lengths. Calls the original forward
     (`original` if the module had an instance attribute `forward`, else the method of its class) once for each set of
     frequencies."""
     forward = partial(type(rotary).forward, rotary) if original is None else original

@@ -56,7 +56,7 @@ class ShadowModel:
             clone = self._copies[module]
             object.__setattr__(clone, "__class__", type(module))
             object.__setattr__(clone, "__dict__", attributes)
-        # Set `newest` last, so that after an interrupted call the next look is compared with the last completed look.
         look.attributes = {}
+        # Set `newest` last, so that after an interrupted call the next look is compared with the last completed look.
         self.newest = look
         return copied

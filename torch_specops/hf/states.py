@@ -44,7 +44,7 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: a module keeps keys too, so it cannot read token by token.
     """
     modules = list(model.modules())
-    forwards = {kind: _keeps_a_state(kind) for kind in {*map(type, modules)}}
+    forwards = {kind: _forward_with_state(kind) for kind in {*map(type, modules)}}
     for module in modules:
         forward = forwards[type(module)]
         if forward is not None and KEEPS_KEYS in _names_in(forward):
@@ -53,8 +53,9 @@ def state_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _keeps_a_state(kind: type) -> Callable[..., Any] | None:
-    """The forward that keeps a state: the class's, or an inherited one that it may call; None = neither does."""
+def _forward_with_state(kind: type) -> Callable[..., Any] | None:
+    """The first forward along the MRO that calls a method in KEEPS_A_STATE; None = no forward does. A class's forward
+    may call an inherited one."""
     forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
     return next((each for each in forwards if KEEPS_A_STATE & _names_in(each)), None)
 
@@ -64,8 +65,8 @@ def _names_in(forward: Callable[..., Any]) -> set[str]:
 
 
 class StateLayer(RaggedLayer, LinearAttentionLayer):
-    """The keys and values of a layer and the rings of its states, if it has them. Between `load` and `store`, the
-    states of one token are where transformers' layer keeps them. Several modules may share a layer."""
+    """The keys and values of a layer, and the rings of its states if the layer keeps states. Between `load` and
+    `store`, the states of one token are where transformers' layer keeps them. Several modules may share a layer."""
 
     def __init__(self, cache: StateCache, num_states: int) -> None:
         RaggedLayer.__init__(self, cache)
@@ -79,7 +80,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        # `store` copies it to the ring.
+        # `store` copies the state to the ring.
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
@@ -129,7 +130,7 @@ class StateLayer(RaggedLayer, LinearAttentionLayer):
         for kind, index in found:
             state = getattr(self, kind)[index]
             if kind == "recurrent_states":
-                # Under autocast, states after a prompt may have 16 bits. Those of a step never do.
+                # Under autocast, states after a prompt may have 16 bits. States after a step never do.
                 state = state.to(torch.promote_types(state.dtype, torch.float32))
             ring = self.rings.get((kind, index))
             if ring is not None and _kind(ring[0]) != _kind(state) and self._cache.others_run:
@@ -189,8 +190,9 @@ class StateCache(RaggedCache):
 
     @contextmanager
     def beginning(self, rows: Tensor | None) -> Iterator[None]:
-        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of them."""
-        # Decode steps have no unread rows, so they do not wait for the device.
+        """Inside the block, a forward of rows [A] (None = all) begins their sequences if nothing was read of any of
+        these rows."""
+        # Decode steps have no unread rows, so they skip `tolist`, which waits for the device.
         if self._unread:
             members = set(range(self.batch) if rows is None else rows.tolist())
             self.begins_texts = members <= self._unread
@@ -242,11 +244,12 @@ class StateReader:
         self._code: Any = None
 
     def attach(self) -> None:
-        """Replace the module's forward. Called after a look has rebuilt its class and attributes."""
+        """Replace the module's forward. Called after `ShadowModel.of` has updated the module's class and
+        attributes."""
         module, code = self._module, type(self._module).forward
         own = vars(module).get("forward")
         if code is not self._code:
-            kept = _keeps_a_state(type(module))
+            kept = _forward_with_state(type(module))
             assert kept is not None
             self._code, self._names = code, list(inspect.signature(kept).parameters)[1:]
             self._cache_name = cache_argument(kept)
@@ -282,7 +285,7 @@ def _read(reader: StateReader, *args: Any, **kwargs: Any) -> Any:
         arguments[reader._names[0]] = hidden[:, index : index + 1]
         outputs.append(reader._read_whole(**arguments))
         layer.store(reader._states, rows, (positions[:, index] + 1) % num_slots)
-    # A compiled region must not leak tensors.
+    # Drop the last states, because a compiled region must not leak tensors.
     layer.forget()
     return _joined(outputs)
 

@@ -22,8 +22,8 @@ class Part:
             Compiled code is kept, and used for an equal value only.
         is_observed: True = other code may keep tensors that a forward computes, so that no forward runs in inference
             mode. Read after each look.
-        not_compiled: the reason why it cannot be compiled; None = it can.
-        state_bytes: the memory of the recurrent states that it keeps, reported in `stats.state_bytes`.
+        not_compiled: the reason why the part cannot be compiled; None = it can.
+        state_bytes: the memory of the recurrent states that the part keeps, reported in `stats.state_bytes`.
     """
 
     inside: Sequence[Part] = ()
@@ -39,14 +39,15 @@ class Part:
 
         Raises:
             ValueError: the changed model is not supported.
-            RuntimeError: it no longer fits the cached sequences. Ignored before `start`, which forgets them.
+            RuntimeError: the changed model no longer fits the cached sequences. Before `start` the loop ignores this
+                error, because `start` drops the cached sequences.
         """
 
     def static_tensors(self) -> Sequence[Tensor] | None:
         """The tensors that a step reads at the same addresses every time (a cache, weights).
 
-        A CUDA graph of a step is reused while they are the same. None = not known: every batch captures its steps
-        again.
+        A CUDA graph of a step is reused while these tensors are the same. None = not known: every batch captures its
+        steps again.
         """
         return None
 
@@ -89,11 +90,11 @@ class LanguageModel(Part, ABC):
 
     Attributes:
         vocab_size: V.
-        device: where its tensors live.
-        max_length: the longest sequence that it can read; None = no known limit. The loop reads no position beyond it
-            and asks for no larger capacity, except for the tree of beam search.
-        limited_by: the reason for `max_length`, for the error message; None = it has no more positions.
-        reads_beyond: True = it was made for `max_length` tokens, and can read more.
+        device: where the model's tensors are.
+        max_length: the longest sequence that the model can read; None = no known limit. The loop reads no position
+            beyond this length and asks for no larger capacity, except for the tree of beam search.
+        limited_by: the reason for `max_length`, for the error message; None = the model has no more positions.
+        reads_beyond: True = the model was made for `max_length` tokens, and can read more.
         eos_token_ids: the tokens that end a sequence if the caller names none.
         pad_token_id: fills rows after their end if the caller names none; None = the first eos token.
         undrafted: tokens that are never verified as drafts without probabilities, such as placeholders of images.
@@ -101,10 +102,11 @@ class LanguageModel(Part, ABC):
             others.
         packs_rows: True = there is `forward_packed`.
         reads_inputs: True = every request must have an input besides the tokens: an encoder's.
-        reads_images: True = it reads images in prompts.
-        keeps_states: True = it keeps a recurrent state (linear attention, Mamba), from which a token cannot be removed.
-            The first forward of a sequence then begins at its first token and ends within its prompt, and prompts of
-            different lengths are read in separate forwards. Without states, a shorter row is read beyond its end.
+        reads_images: True = the model reads images in prompts.
+        keeps_states: True = the model keeps a recurrent state (linear attention, Mamba), from which a token cannot be
+            removed. The first forward of a sequence then begins at its first token and ends within its prompt, and
+            prompts of different lengths are read in separate forwards. Without states, a shorter row is read beyond its
+            end.
     """
 
     vocab_size: int
@@ -155,8 +157,8 @@ class LanguageModel(Part, ABC):
         prompt only the last."""
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
-        """Called before the prompts of rows [A] int64 (None = all) are read, with their lengths [A]. A model needs it
-        if it reads prompts differently from later tokens."""
+        """Called before the prompts of rows [A] int64 (None = all) are read, with their lengths [A]. Needed if the
+        model reads prompts differently from later tokens."""
 
     def clear_rows(self, rows: Tensor) -> None:
         """Clear rows [A] int64 that get new sequences. Needed if masked slots must be finite, because 0 * NaN is
@@ -202,15 +204,15 @@ class FeatureModel(LanguageModel):
     """A language model that exposes its hidden states, as a draft with `feature_layers` needs.
 
     Attributes:
-        num_layers: how many layers it has.
+        num_layers: how many layers the model has.
         hidden_size: H, the width of a hidden state.
         dtype: of the hidden states.
         features: [B, capacity, len(layers) * H], the layers side by side: slot j has the feature of the token that was
             last read at position j. The tensor stays the same as long as batch and capacity do.
         embed: a method or a module: the embeddings [B, n, H] of tokens [B, n].
-        embeddings: [V, H], their weights, before any scale or norm. Only DFlash needs them.
+        embeddings: [V, H], the weights of `embed`, before any scale or norm. Only DFlash needs these weights.
         head: a method or a module: logits [B, n, V] in the dtype of `forward`, from the head's input [B, n, H]. DFlash
-            and MTP need it.
+            and MTP need the head.
     """
 
     num_layers: int

@@ -13,7 +13,8 @@ from .base import LanguageModel
 # The fixed cost of a forward on a CPU (reading all weights), in tokens. SmolLM2 135M in float32: 23 with one thread, 36
 # with two.
 FORWARD_COST = 32
-# Rows are packed if reading them packed costs at most this share of reading them padded; the rest pays for packing.
+# Rows are packed if reading packed rows costs at most this share of reading padded rows. The rest of the cost pays for
+# packing.
 PACKED_COST = 0.9
 
 
@@ -36,7 +37,7 @@ def read_texts(model: LanguageModel, tokens: Tensor, lengths: Tensor, rows: Tens
         if len(rows) == 0:
             return
     counts = (lengths[rows] - num_unread).tolist()
-    # A model with states must read the first token outside a step.
+    # A model with states must read the first token of a sequence outside a step.
     counts = [max(count, 1) for count in counts] if model.keeps_states else counts
     if not model.reads_rows:
         index = torch.arange(max(*counts, 1), device=tokens.device)

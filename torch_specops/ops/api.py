@@ -129,8 +129,8 @@ def verify_block(
     For every k, the probability that k or more drafts are accepted is at least as large as in `verify_exact`. For K = 1
     both functions are the same. docs/math.md has the proofs.
 
-    It reads more memory than `verify_exact`: every row once, and then again the target and draft rows of each position
-    at which the block may still end.
+    The op reads more memory than `verify_exact`: every row once, and then again the target and draft rows of each
+    position at which the block may still end.
 
     Args:
         target_logits: [B, K+1, V], as in `verify_exact`; a row with no finite entry ends the block.
@@ -231,8 +231,9 @@ def sample(
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
     Sample the draft with this op, and pass the same logits, the same filters and the returned `lse` to `verify_exact`.
-    Its q is then the distribution that the drafts were sampled from (M_q in Leviathan et al. 2023, Algorithm 1). With
-    filters, softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy is written.
+    The q of `verify_exact` is then the distribution that the drafts were sampled from (M_q in Leviathan et al. 2023,
+    Algorithm 1). With filters, softmax and logsumexp cover only the tokens that `filter_logits` keeps; no filtered copy
+    is written.
 
     Args:
         logits: [N, V] float32, bfloat16 or float16; any strides. -inf masks a token, NaN counts as -inf, +inf as the
@@ -273,8 +274,8 @@ def filter_logits(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> Tensor:
-    """Mask the tokens that top-k, top-p and min-p remove. They are applied in this order, with one value of each per
-    row.
+    """Mask the tokens that top-k, top-p and min-p remove. The filters are applied in this order, with one value of each
+    per row.
 
     The filters equal those of transformers' `generate`, including ties. `sample` and `verify_exact` take the filters as
     arguments and write no filtered copy. Use this op with other samplers, or if the drafts have different filters. The

@@ -79,13 +79,13 @@ def verify_gumbel(
     top_p: PerRow = None,
     min_p: PerRow = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the target's token at every position, and accept drafts as long as they equal it. This is lossless.
+    """Draw the target's token at every position, and accept drafts as long as they equal that token. This is lossless.
 
     Let y_i be the token that `sample_gumbel` draws from row i at position `positions` + i. Drafts are accepted up to
     the first i with x_i != y_i, and the output is y_0 .. y_n, where n is the number of accepted drafts (Daliri et al.
     2024). The output is therefore the same as if the target were sampled with this seed without drafts. No draft
     probabilities are needed. A deterministic draft is accepted as often as by `verify_exact`. A sampled draft should
-    come from `sample_gumbel` with the same seeds and positions; it is then accepted a little less often than by
+    come from `sample_gumbel` with the same seeds and positions; such a draft is accepted a little less often than by
     `verify_exact`. docs/math.md, section 17, has the proof and both acceptance rates.
 
     Args:

@@ -88,8 +88,8 @@ class RaggedKeyValues:
 
         Returns views of the buffers if `rows` is None, otherwise copies.
         """
-        # Use `narrow`, because it takes half the time of indexing.
         width = self.keys.shape[2] if width is None else width
+        # Use `narrow`, because it takes half the time of indexing.
         keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
         return (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from . import private
 from .tracing import is_eager_cpu
 
-# Name of an op -> the function that runs it. Tests that replace CUDA tensors by other objects call it directly, because
-# the dispatcher would refuse these objects.
+# Name of an op -> the function that runs it. Tests that replace CUDA tensors by other objects call the function
+# directly, because the dispatcher would refuse these objects.
 bodies: dict[str, Callable[..., Any]] = {}
 
 
@@ -42,10 +42,11 @@ def register_op(
 
     def register(body: Callable[..., Any]) -> Any:
         def run(*args: Any) -> Any:
-            # The dispatcher accepts None for a required tensor. The checks in the body raise for it.
+            # Run the body for None too: the dispatcher accepts None for a required tensor, and the checks in the body
+            # raise an error that names it.
             if args[0] is None or args[0].device.type != "cuda":
                 return body(*args)
-            # Set the device, because Triton launches on the current one. Launch directly, which takes a tenth of the
+            # Set the device, because Triton launches on the current device. Launch directly, which takes a tenth of the
             # time of a launch through `wrap_triton`.
             with torch.cuda.device(args[0].device), private.launching_directly():
                 return body(*args)
@@ -58,8 +59,8 @@ def register_op(
                 return body(*(float(x) if index in floats else x for index, x in enumerate(args)))
             return op(*args)
 
-        # If a public function raises while Dynamo traces it, Dynamo runs it eagerly. Without this line, Dynamo would
-        # then compile `call` as a separate graph.
+        # If a public function raises while Dynamo traces it, Dynamo runs the function eagerly. Without this line,
+        # Dynamo would then compile `call` as a separate graph.
         private.leave_uncompiled(call)
 
         def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -44,9 +44,10 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
             gives the same numbers.
         n: how many numbers per sequence, >= 0. The first m of n numbers are the same as in a call with n = m.
         stream: "propose" (draws of the draft), "accept" (acceptance tests), "sample" (the next token), "inner" (seeds
-            for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). Two streams never share a
-            number. Do not use one stream for two purposes: the numbers would not be independent, and the output would
-            not have the target's distribution.
+            for the draft of a draft) or "noise" (keys of the noise of `sample_gumbel`). The numbers of two
+            streams are independent, because each stream has its own counters in the generator. Do not use one stream
+            for two purposes: the numbers would not be independent, and the output would not have the target's
+            distribution.
 
     Returns:
         [B, n] float32 multiples of 2**-24 in [0, 1).
@@ -61,7 +62,8 @@ def uniforms(seeds: Tensor, positions: Tensor, n: int, stream: str) -> Tensor:
         >>> torch_specops.uniforms(seeds, positions, 2, "accept").shape
         torch.Size([2, 2])
     """
-    # Check here, because the dispatcher would convert wrong arguments, or raise an error that does not name them.
+    # Check here, because the dispatcher would convert wrong arguments, or raise an error that does not name the
+    # argument.
     for name, tensor in (("seeds", seeds), ("positions", positions)):
         check_tensor(name, tensor, expected="an int64 tensor [B]")
     if not is_int(n):

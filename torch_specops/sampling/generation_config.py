@@ -26,12 +26,11 @@ ALWAYS_READ: dict[str, Any] = {
     "token_healing": False,
     "watermarking_config": None,
 }
-# The same for fields that transformers reads only if it samples.
+# More fields of this kind, which transformers reads only if it samples.
 READ_IF_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "typical_p": 1.0}
 # Fields with a counterpart in `SamplingParams`, and transformers' defaults. None in a config means the default.
 TAKEN: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0}
 TAKEN_IF_SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-# `bad_words_ids`, `sequence_bias` and `suppress_tokens` become biases and bad words where possible.
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -41,6 +40,7 @@ def values_of(config: Any) -> dict[str, Any]:
     read = ALWAYS_READ | (READ_IF_SAMPLED if config.do_sample else {})
     values = {name: getattr(config, name, None) for name in read}
     others = [f"{name} = {value!r}" for name, value in values.items() if value not in (None, [], read[name])]
+    # `bad_words_ids`, `sequence_bias` and `suppress_tokens` become biases and bad words where possible.
     pairs = getattr(config, "sequence_bias", None) or ()
     sequences = {tuple(key): value for key, value in (pairs.items() if isinstance(pairs, Mapping) else pairs)}
     biases = {key[0]: value for key, value in sequences.items() if len(key) == 1}

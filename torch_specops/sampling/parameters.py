@@ -88,12 +88,12 @@ class SamplingParams:
         top_k: keep the k most likely tokens, and those that tie with the k-th; 0 = all.
         top_p: in (0, 1]: of these, keep the smallest set of most likely tokens whose probability is >= top_p; 1 = all.
         min_p: in [0, 1]: keep tokens of probability >= min_p times the largest; 0 = all.
-        repetition_penalty: in [1e-30, 1e30]; positive logits of tokens in the sequence are divided by it, and negative
-            logits multiplied (transformers). 1 = none.
+        repetition_penalty: in [1e-30, 1e30]; positive logits of tokens in the sequence are divided by the penalty, and
+            negative logits are multiplied by it (transformers). 1 = none.
         presence_penalty: in [-1e30, 1e30]; subtracted once from the logit of every token that is among the new tokens
             (OpenAI, vLLM).
-        frequency_penalty: in [-1e30, 1e30]; the same, multiplied by the number of times that the token occurs among
-            them.
+        frequency_penalty: in [-1e30, 1e30]; subtracted from the logit of every token that is among the new tokens,
+            times the number of its occurrences there.
         no_repeat_ngram_size: n; excludes tokens that would repeat an n-gram of the sequence; 0 = none. The cost of a
             step grows with the logarithm of n.
         min_new_tokens: excludes eos tokens until there are this many new tokens.

@@ -17,16 +17,17 @@ from .costs import DRAFT_COST, StepCosts
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
 # Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
-# The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose it too. It begins
-# with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
+# The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose the reserve too.
+# It begins with FIRST_RESERVE steps, and grows to at most LARGEST_RESERVE steps.
 FIRST_RESERVE, LARGEST_RESERVE = 0.4, 2.0
-# For looked-up drafts, PRIORS[n] is the prior probability that a draft is right after a match of n tokens. The prior
-# weighs as much as WEIGHT drafts. The weight of earlier drafts decays by MEMORY with each draft.
+# For looked-up drafts, PRIORS[n] is the prior probability that a draft is right after a match of n tokens; longer
+# matches count as LONGEST tokens. The prior weighs as much as WEIGHT drafts. The weight of earlier drafts decays by
+# MEMORY with each draft.
 LONGEST = 20
 PRIORS = [0.1, 0.1, *(min(0.95, 0.4 + 0.08 * (length - 2)) for length in range(2, LONGEST + 1))]
 WEIGHT, MEMORY = 6.0, 0.5 ** (1 / 256)
 # In a new sequence, the odds that a looked-up draft is right are multiplied by CAUTION. This prior weighs as much as
-# PATIENCE drafts of the sequence.
+# PATIENCE drafts of the sequence. The weight of earlier drafts decays by MEMORY_OF_SEQUENCE with each draft.
 PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
 # For other drafts: the prior probability that a draft is right, and the weight of this prior, in drafts.
 CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
@@ -113,8 +114,8 @@ class Auto(Schedule):
         rooms = step.at_most(self.buckets[-1])
         steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        # `purse` is the time that drafts may lose in this step, in steps. An earlier batch that ended before its limit
-        # may have lost more than its share. The reserve is negative then, and this batch pays the debt.
+        # `purse`: how much time drafts may cost in this step; the unit is one step without drafts. `_reserved` is
+        # negative if an earlier batch ended before its limit and had lost more than its share. This batch pays it back.
         purse = self._account + max(allowance + min(self._reserved, 0.0), self._reserved)
         if not any(rooms) or purse <= 0:
             return nothing

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-# Each value of K needs a compiled graph, so there are few values. They are dense where one more draft matters most.
+# Each value of K needs a compiled graph, so there are few values. The values are dense where one more draft matters
+# most.
 BUCKETS = (1, 2, 3, 5, 8, 12, 20)
 
 

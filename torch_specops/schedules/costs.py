@@ -13,7 +13,7 @@ STALE_AFTER = 64
 MEMORY = 63 / 64
 # `are_few` is True for fewer steps with drafts than this.
 FEW_STEPS = 4
-# The weight of a step that is slower than expected. It is low, because another program may be the reason.
+# The weight of a step that is slower than expected. The weight is low, because another program may be the reason.
 WEIGHT_OF_SLOW_STEPS = 0.25
 # The cost of one step is capped at this multiple of the expected cost.
 LARGEST_SURPRISE = 2.0
@@ -180,8 +180,8 @@ class StepCosts:
             self._exact[tokens] = seconds / min(self._units)
 
     def _between_exact(self, tokens: int) -> float:
-        """The additional cost of a captured step, interpolated between timed steps. Beyond the largest timed step it is
-        assumed constant, because every step is timed before it runs."""
+        """The additional cost of a captured step, interpolated between timed steps; beyond the largest of them, its
+        cost. A rough value is enough there, because a larger step is timed before it runs."""
         (low, first), *points = sorted(self._exact.items())
         for high, last in points:
             if tokens <= high:

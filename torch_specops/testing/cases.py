@@ -95,7 +95,7 @@ def sample_inputs(
         options = dict(CASES[name])
         for key, default, limit in (("batch", BATCH, max_rows), ("num_drafts", NUM_DRAFTS, max_drafts)):
             options[key] = min(options.get(key, default), limit or math.inf)
-        # Use a new generator for each case, so that adding a case does not change the numbers of others.
+        # Use a new generator for each case, so that adding a case does not change the numbers of other cases.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{op} {name} {vocab_size} {seed}".encode()))
         args = arguments_of(op, generator, vocab_size, options)
         yield Case(f"{name}-V{vocab_size}", op, {key: _to_device(value, device) for key, value in args.items()})
@@ -167,7 +167,7 @@ def _verify_arguments(
         torch.rand(batch * num_drafts, generator=generator),
         **{key: x.repeat_interleave(num_drafts) for key, x in draft_rows.items()},
     )
-    # A row without a distribution gets a random token of the vocabulary. It is then rejected because of its row; -1
+    # A row without a distribution gets a random token of the vocabulary. This token is rejected because of its row; -1
     # would be rejected as padding.
     anything = torch.randint(vocab_size, drafted.shape, generator=generator)
     draft_tokens = torch.where(drafted < 0, anything, drafted).view(batch, num_drafts)

@@ -53,10 +53,11 @@ def check_lossless(
     Args:
         step_fn: called as `step_fn(prompts, seeds)` with int64 prompts [N, P] and int64 seeds [N] in [0, 2**62), which
             differ for each trial. All its random numbers must come from the seeds: each row's from its seed, or all
-            numbers of the batch from `torch.Generator().manual_seed(int(seeds[0]))`. It returns integer tokens [N, L],
-            L >= `num_tokens`: the generated tokens without the prompt, at least 1 per row, then any negative number. To
-            count drafts too, it returns `(tokens, num_accepted, num_reached)`. num_accepted [N] counts accepted drafts,
-            and num_reached [N] counts accepted and rejected drafts, without the drafts after a rejection.
+            numbers of the batch from `torch.Generator().manual_seed(int(seeds[0]))`. `step_fn` returns integer tokens
+            [N, L], L >= `num_tokens`: the generated tokens without the prompt, at least 1 per row, then any negative
+            number. To count drafts too, it returns `(tokens, num_accepted, num_reached)`. num_accepted [N] counts
+            accepted drafts, and num_reached [N] counts accepted and rejected drafts, without the drafts after a
+            rejection.
         target: the model that defines the distribution to test against. It is a function from int64 sequences [N, t] to
             logits [N, V] of the next token (or [N, t, V], of which the last is used), such as `lambda ids:
             model(ids).logits` for a transformers model; a `MarkovModel`; or its table of logits, [V, V] or [V + 1, V]

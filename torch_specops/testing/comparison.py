@@ -96,7 +96,7 @@ def _equal_rows(op: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) 
     if op == "sample_gumbel":
         return expected[0] == got[0]
     if op == "sample":
-        # The lse must be exact if it is infinite or 0, because it is 0 in greedy rows.
+        # An infinite lse must be equal, and so must the lse 0 of a greedy row. Others may differ by rounding.
         lse, tolerance = expected[1], 1e-6 * (1 + expected[1].abs())
         close = (got[1] == lse) | ((lse != 0) & lse.isfinite() & ((got[1] - lse).abs() <= tolerance))
         return close & (expected[0] == got[0])
@@ -193,9 +193,9 @@ def _moved(
                 if name == "draft_lse":
                     moved[name] = torch.where(x.isfinite(), changed, x)
                 else:
-                    # Keep numbers strictly between 0 and 1, with two exceptions. An acceptance uniform may exceed 1,
-                    # because rounding may reject a draft with p = q. A uniform that draws a token may leave [0, 1); it
-                    # then draws the first or the last token.
+                    # Keep changed numbers strictly between 0 and 1, with two exceptions. `accept_uniforms` may rise
+                    # above 1 (not in `verify_block`), so that the oracle too can reject a draft with p = q. Numbers in
+                    # DRAWING may leave [0, 1), and then draw the first or the last token.
                     lowest = -math.inf if name in DRAWING else 1 - BELOW_ONE_FLOAT64
                     endless = name in DRAWING or (name == "accept_uniforms" and op != "verify_block")
                     highest = math.inf if endless else BELOW_ONE_FLOAT64

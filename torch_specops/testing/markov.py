@@ -62,8 +62,9 @@ def markov_pair(vocab_size: int = 6, order: int = 2, seed: int = 0) -> tuple[Mar
 
     There are few tokens and none is rare, each context has a different distribution, and the overlap sum min(p, q) is
     about 0.6, so that many drafts are accepted and many are rejected. With order 2, a KV cache that lacks the newest
-    token changes the context. With order 1 it does not, because the newest token is always passed to the model. With a
-    large vocabulary or two similar models, most mistakes change the distribution too little to be detected.
+    token changes the context. With order 1 such a cache does not change the context, because the newest token is always
+    passed to the model. With a large vocabulary or two similar models, most mistakes change the distribution too little
+    to be detected.
 
     Args:
         vocab_size: V >= 2; 6 to 16 works best.

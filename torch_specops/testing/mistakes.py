@@ -26,8 +26,8 @@ def verify_with_mistake(
     """`verify_exact` in plain float64, with a chosen mistake.
 
     A test of an op must fail with every mistake. A test of a loop's distribution must fail with every mistake except "1
-    - s", which does not change the distribution. It needs more sequences if the bias is small, as with "u < min(p / q,
-    0.9)".
+    - s", which does not change the distribution. Such a test needs more sequences if the bias is small, as with "u <
+    min(p / q, 0.9)".
 
     Args:
         mistake: one of `MISTAKES`; None = no mistake.

@@ -129,7 +129,7 @@ class LosslessReport(Report):
 
     @property
     def threshold(self) -> float:
-        """A test rejects if its p-value is below this."""
+        """A test rejects if its p-value is below this threshold."""
         return self.significance / len(self.tests)
 
     @property

@@ -102,8 +102,8 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def fitting_temperature(counts: Tensor, law: Tensor) -> float | None:
-    """The temperature T that maximises the likelihood of the counts, if the logits of `law` are divided by T. It is 0
-    if only the most likely outcome occurred. It is None if the counts do not fit the law at any temperature.
+    """The temperature T that maximises the likelihood of the counts, if the logits of `law` are divided by T. Returns 0
+    if only the most likely outcome occurred, and None if the counts do not fit the law at any temperature.
 
     Args:
         counts: [V].

@@ -66,8 +66,8 @@ def custom_generate(
         model: the target.
         input_ids: [B, P] int64, the prompts with their padding.
         logits_processor: any processors. With a draft, they must not depend on earlier calls. Most processors are
-            converted to `SamplingParams`. If a processor has no equivalent there, it and others are called as
-            transformers would call them, and the steps are not compiled.
+            converted to `SamplingParams`. If a processor has no equivalent in `SamplingParams`, this processor and
+            others are called as transformers would call them, and the steps are not compiled.
         stopping_criteria: any criteria. A row ends with the token for which a criterion returns True. Criteria other
             than lengths, eos tokens, stop strings and times are called as transformers would call them: once per token,
             with all rows, and with scores if requested.
@@ -97,10 +97,10 @@ def custom_generate(
 
     Returns:
         [B, L] int64: `input_ids`, the new tokens, then the pad token. With `return_dict_in_generate=True` an output
-        object with these `sequences` and with `stats`. It also has `scores` and `logits` if the config requests them.
-        As in transformers, each holds one [B, V] float32 tensor per new token: logits before processors, scores after
-        them. Rows that have ended contain NaN. Each takes B x L x V x 4 bytes, and steps that keep them are not
-        compiled.
+        object with these `sequences` and with `stats`. The object also has `scores` and `logits` if the config requests
+        them. As in transformers, both hold one [B, V] float32 tensor per new token: logits before processors, scores
+        after processors. Rows that have ended contain NaN. Scores and logits take B x L x V x 4 bytes each, and steps
+        that keep them are not compiled.
 
     Raises:
         NotImplementedError: an unsupported argument. These are a generation mode other than greedy decoding, sampling
@@ -196,8 +196,8 @@ class _CachedDecoder(NamedTuple):
     decoder: SpeculativeDecoder
 
 
-# Model -> its compiled decoder. The decoder runs a copy of the model, because a value that refers to its key would keep
-# the entry alive.
+# Model -> its compiled decoder. A freed model frees its decoder, because the dict holds its keys weakly. The decoder
+# runs a copy of the model: a decoder that refers to the model itself would keep it alive.
 _decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionary()
 
 
@@ -237,7 +237,7 @@ _heads: WeakKeyDictionary[PreTrainedModel, dict[type, tuple[tuple[Any, ...], Any
 def _head_draft(model: PreTrainedModel, drafter: PreTrainedModel | None) -> MTP | DFlash:
     """Create the draft from a DFlash drafter, or from the model's MTP layers if there is no drafter."""
     networks, kind = _heads.setdefault(model, {}), MTP if drafter is None else DFlash
-    # Compare the versions of the weights, because loading other weights into the drafter increments them.
+    # Compare the versions of the weights, because loading other weights into the drafter increments the versions.
     versions = () if drafter is None else tuple(weight._version for weight in drafter.parameters())
     source, text = drafter or model.config.name_or_path, model.config.get_text_config()
     made_for = source, versions, model.device, model.dtype, text._attn_implementation, text.vocab_size
@@ -288,7 +288,8 @@ def check_ensemble_weight(weight: float | None) -> None:
         )
 
 
-# Arguments that transformers prepares for its decoding loop. This loop ignores them, because it has a different cache.
+# Arguments that transformers prepares for its own loop. `_prompt_mask` lets them pass: our loop has its own cache, and
+# reads only `encoder_outputs`.
 _PREPARED = {*CACHE_NAMES, "use_cache", "cache_position", "encoder_outputs", "logits_to_keep", "mm_encoder_outputs"}
 
 
@@ -310,7 +311,7 @@ def _prompt_mask(
             "mm_encoder_outputs: this loop does not pass encoded images and videos to the model; "
             "expected pixel_values, and of a model whose images it reads (docs/models.md)"
         )
-    # PEFT passes `adapter_names` to its layers through forward hooks, so they are not among the arguments here.
+    # PEFT passes `adapter_names` to its layers through forward hooks, so the names are not among the arguments here.
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
         raise NotImplementedError(

@@ -28,8 +28,8 @@ def take_grammars(
     for place, processor in enumerate(processors):
         before, after = processors[:place], processors[place + 1 :]
         row_grammars = _grammars_of(processor, num_rows)
-        # The loop applies a grammar's mask after the processors and before the warpers. That gives the same result only
-        # if no warper comes before the mask, and if the mask commutes with later processors, as with those in STAGE.
+        # The loop applies a grammar's mask after all processors and before the warpers. The mask may move there if no
+        # warper comes before it, and if it commutes with every later processor. It does with those in STAGE.
         is_after_warper = any(STAGE.get(type(each), -1) >= FIRST_WARPER for each in before)
         if row_grammars is None or is_after_warper or any(type(each) not in STAGE for each in after):
             continue

@@ -2,9 +2,9 @@
 
 `generate` accepts `streamer`, `assistant_model`, `tokenizer` and `assistant_tokenizer`, but silently drops them if
 there is a custom function (transformers 5.17 to 5.24). There would be no draft, and a thread that reads the streamer
-would wait forever. This module wraps the method of `generate` that gets all of them before the first token. It also
-wraps a method that refuses drafts for models with recurrent states and for several sequences per prompt, because only
-transformers' loop has these limits.
+would wait forever. This module wraps the method of `generate` that gets all four arguments before the first token. It
+also wraps a method that refuses drafts for models with recurrent states and for several sequences per prompt, because
+only transformers' loop has these limits.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def hand_on_arguments(mixin: type, function: Callable[..., Any]) -> None:
 
     @functools.wraps(validate)
     def validate_less(self: Any, mode: GenerationMode, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        # Only calls of our function have `has_mask`. For these, skip the checks of assisted generation; all other
-        # checks of greedy search are the same.
+        # Only calls of our function have `has_mask`. Check them as greedy search, which leaves out the checks of the
+        # assistant model.
         if mode is GenerationMode.ASSISTED_GENERATION and "has_mask" in mode_kwargs:
             mode = GenerationMode.GREEDY_SEARCH
         validate(self, mode, config, mode_kwargs)

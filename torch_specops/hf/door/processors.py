@@ -39,8 +39,9 @@ _STAGES: tuple[tuple[type, ...], ...] = (
 )
 STAGE = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
 FIRST_WARPER = STAGE[generation.TemperatureLogitsWarper]
-# Processors that depend on earlier calls. They are listed because the test in `_HostProcessors`, which repeats the
-# first call, may not detect it: there may be too few calls, or a grammar may stay in one state.
+# Processors that depend on earlier calls. They are listed because `_HostProcessors`, which calls a processor a second
+# time with the arguments of its first call, may not notice them: there may be too few calls, or a grammar may stay in
+# one state.
 _STATEFUL = generation.SynthIDTextWatermarkLogitsProcessor
 _GRAMMARS = ("llguidance", "outlines", "xgrammar")
 # Round the width of the prompt padding up to a multiple of this number, so that batches with different padding share

@@ -63,8 +63,8 @@ def _longest(u: list[float], reach: list[float], p: Rows, drafts: Drafts, b: int
     if end == 0 or (reach[end] > 0 and u[end - 1] < reach[end]):
         return end, None
     for i in range(end - 1, 0, -1):
-        # Accept i drafts if u_i < h_i, with h_i = S_i / (S_i + 1 - P_i) <= P_i. If P_i = 1, accept them even if the
-        # residual is empty.
+        # Accept i drafts if u_i < h_i, with h_i = S_i / (S_i + 1 - P_i) <= P_i, where S_i is the sum of the residual
+        # max(P_i p - q, 0). If P_i = 1, accept them even if the residual is empty.
         if reach[i] > 0 and u[i - 1] < reach[i]:
             residual = drafts.residual(p, [(b, i)], reach[i])
             mass = float(residual.sum(dtype=torch.float64))
@@ -95,12 +95,14 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
     end = prefix_lengths(in_vocab & (p_sum[:, :-1] > 0))  # [B]
     n = end
     if num_drafts > 0:
-        # [B, K+1], P_0 .. P_K.
+        # [B, K+1], P_0 = 1, then P_1 .. P_K (`_reach`).
         reach = pad(_reach(p_x, q_x), (1, 0), value=1.0)
-        # If a row of the target equals the draft's row, q = c p for a number c, and the residual is (P - c) p.
         equal = None
         if q is not None:
-            equal = (reach[:, :-1] - p_sum[:, :-1] * probability(p_max[:, :-1], q[1], q[2])).clamp(min=0)  # [B, K]
+            # If a target row and its draft row have equal logits, q = c p. c differs from 1 by rounding, or because of
+            # a given `draft_lse`. The residual max(P p - q, 0) is then (P - c) p, or 0. `equal` [B, K] is P_i - c_i, at
+            # least 0.
+            equal = (reach[:, :-1] - p_sum[:, :-1] * probability(p_max[:, :-1], q[1], q[2])).clamp(min=0)
 
         def residual_at(p: Tensor, z: Tensor, *index: Tensor | slice) -> Tensor:
             """[..., V] max(P p - q, 0), given rows p of the target and their scaled logits."""
@@ -116,12 +118,12 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
         inner = slice(None), slice(first, num_drafts)
         weights = residual_at(softmax_row(z_p[inner], p_max[inner], p_sum[inner]), z_p[inner], *inner)
         mass = weights.sum(-1, dtype=torch.float64)
-        # [B, K+1], S_0 (or 0 if row 0 was skipped), S_1 .. S_{K-1}, and 0 at the end.
+        # [B, K+1], the residual masses S_0 .. S_{K-1} (S_0 = 0 if row 0 was skipped), then 0.
         mass = pad(torch.where(mass > LEAST_RESIDUAL, mass, 0.0), (first, 1))
         u = pad(args.accept_uniforms.double(), (1, 0))
         position, last = torch.arange(num_drafts + 1, device=end.device), end.unsqueeze(-1)
-        # Accept i drafts if u_i < h_i, with h_i = P_i at the end of the block and h_i = S_i / (S_i + 1 - P_i) before.
-        # If P_i = 1, accept them even if the residual is empty.
+        # Accept i drafts if u_i < h_i, with h_i = P_i at the end of the block and h_i = S_i / (S_i + 1 - P_i) before
+        # it. If P_i = 1, accept i drafts even if the residual is empty.
         accepted = (reach == 1) | (u * (mass + 1 - reach) < mass)
         accepted = torch.where(position == last, u < reach, accepted) & (position <= last) & (reach > 0)
         n = torch.where(accepted, position, 0).amax(1)

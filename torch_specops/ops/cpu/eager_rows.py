@@ -64,8 +64,8 @@ def inverse_of(temperature: Tensor | None) -> Tensor | None:
     """1 / T of sampled sequences, with the same values as `inverse_temperature`; None if every T is 1."""
     if temperature is None or all(t == 1 for t in temperature.tolist()):
         return None
-    # Divide in Python, because for one number that takes a fifth of the time of torch, and float64 rounds to the same
-    # float32.
+    # Divide in Python, because for one number that takes a fifth of torch's time, and the float64 quotient rounds to
+    # the same float32.
     return floats(list(map(inverse_number, temperature.tolist())))
 
 
@@ -80,7 +80,7 @@ def integers(values: Sequence[int]) -> Tensor:
 
 
 def floats(values: Sequence[float]) -> Tensor:
-    """[N] float32, N > 0."""
+    """A tensor [N] float32, N > 0."""
     return torch.frombuffer(array("f", values), dtype=torch.float32)
 
 

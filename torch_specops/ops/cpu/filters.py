@@ -24,7 +24,7 @@ from .softmax import FLOAT32_MAX, inverse_temperature, scale
 
 # Rows up to this length are sorted, all rows in one call.
 SHORT_ROW = 2048
-# top_p first looks at the HEAD largest logits of a row. If their mass is below top_p, it divides all logits of the row
+# top_p first looks at the HEAD largest logits of a row. If their mass is below top_p, all logits of the row are divided
 # into intervals. The last interval has all tokens that are less likely than exp(-32) times the most likely token.
 HEAD = 256
 INTERVALS_PER_UNIT = 128
@@ -142,7 +142,7 @@ def _(
 def _bounds_of_short_rows(
     x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] from `_comparable` -> cut [N] and first [N], by sorting."""
+    """Find the bounds of each row of logits [N, V] from `_comparable` by sorting: `cut` [N] and `first` [N]."""
     vocab_size = x.shape[-1]
     # Sort in ascending order, stably, and reverse, so that among equal logits the higher index comes first.
     x, order = (sorted_.flip(-1) for sorted_ in x.sort(dim=-1, stable=True))

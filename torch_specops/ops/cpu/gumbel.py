@@ -31,10 +31,11 @@ WEYL, FACTOR = 0x9E3779B9, 0x735A2D97
 SHIFTS = 16, 15
 # The largest float32 below 1.
 LARGEST = 1.0 - 2.0**-24
-# In a row longer than MAX_SCORED_VOCAB, scores are computed only for tokens that can have the largest score. A small
-# hash means large noise. Tokens with z / T within NEAR_TOP of the largest need a hash below one limit, and other tokens
-# a hash below a smaller limit. The limits follow from the best score among NUM_LIKELY likely tokens. SCORE_SLACK is
-# larger than all rounding errors.
+# In a row longer than MAX_SCORED_VOCAB, scores z / T + noise are computed only for tokens that may have the largest
+# score. NUM_LIKELY likely tokens are scored first, and the winner's score is at least the best of theirs. A small hash
+# gives large noise, so only a token with a small hash can win. For a token whose z / T is at most NEAR_TOP below the
+# largest, the hash must be below one limit, for any other token below a smaller limit. SCORE_SLACK is larger than all
+# rounding errors.
 MAX_SCORED_VOCAB, NUM_LIKELY, NEAR_TOP, SCORE_SLACK = 2048, 256, 6.0, 0.01
 
 Array = Any
@@ -121,8 +122,8 @@ def _likeliest_of_many(z: Array, top: float, inverse: float, key: Array) -> int:
         return -1
     small = hashes(key, len(z))
     likely = np.flatnonzero(z >= _below(top, 1, inverse))[:NUM_LIKELY]
-    # The largest score is at least `least`. A token can have it only if its noise g >= least + (top - z) / T. Because g
-    # is at most -log w, the hash of such a token is small.
+    # The largest score is at least `least`. A token can have this score only if its noise g >= least + (top - z) / T.
+    # Because g is at most -log w (`_scores`), the hash of such a token is small.
     least = float(_scores(z[likely], top, inverse, small[likely]).max()) - SCORE_SLACK
     wins = z >= _below(top, NEAR_TOP, inverse)
     wins &= small <= _limit(least)
@@ -138,7 +139,7 @@ def _below(top: float, distance: float, inverse: float) -> Array:
 
 
 def _limit(score: float) -> Array:
-    """The largest hash for which w is at most exp(-score)."""
+    """The largest hash for which w (see `_scores`) is at most exp(-score)."""
     return np.uint32(min(math.exp(-score) * 2.0**32, MASK))
 
 

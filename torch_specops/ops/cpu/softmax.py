@@ -58,7 +58,7 @@ def lowest_argmax(z: Tensor, z_max: Tensor) -> Tensor:
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw a token from each row by inverse CDF: weights [B, V], uniforms [B] -> tokens [B]; -1 for a row of zero
-    weight. It finds the tile first, then the token in the tile."""
+    weight. The search finds the tile first, then the token in the tile."""
     batch, vocab_size = weights.shape
     size = min(TILE, vocab_size)
     num_tiles = (vocab_size + size - 1) // size

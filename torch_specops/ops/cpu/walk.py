@@ -92,8 +92,8 @@ def residual(
     if q is None:
         is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
         return torch.where(is_draft, 0.0, weights)
-    # If the logits are equal, q is a multiple of p. Return `equal` then, because the difference would consist of
-    # rounding errors.
+    # If the logits are equal, q is a multiple of p, and the difference would consist of rounding errors. Return `equal`
+    # then.
     differs = (z_p != q[0]).any(-1, keepdim=True)
     return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), equal)
 

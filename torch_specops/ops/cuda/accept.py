@@ -19,15 +19,15 @@ from . import launch
 from .residual import LARGEST_EXPONENT, draft_stats
 from .tiles import FLOAT32_MAX, combine_argmax, combine_stats, keep, load_partials, scale
 
-# The most drafts tested in parallel, and the most partials held in registers for them. If there are more drafts, the
-# loop runs several times, so that the number of registers is bounded for any K and V.
+# The most drafts tested in parallel, and the most partials held in registers for these drafts. If there are more
+# drafts, the loop runs several times, so that the number of registers is bounded for any K and V.
 MAX_WALK = 8
 MAX_PARTIALS = 1024
 
 
 def walk_width(block_t: int) -> int:
-    """The number of drafts that a walk tests at a time if it holds `block_t` partials for each. It is a power of two
-    and does not depend on K."""
+    """The number of drafts that a kernel tests at once, if it holds `block_t` partial results for each: one per tile of
+    the vocabulary, padded to a power of two. The number is a power of two and does not depend on K."""
     return min(MAX_WALK, max(MAX_PARTIALS // block_t, 1))
 
 

@@ -1,8 +1,8 @@
 """`specops::attend` on CUDA: several programs share the slots of a row, and a second kernel combines their results.
 
-Bytes: 2 * H * D * s per slot that a query of the row attends to, with s bytes per entry. They are read once for all
-queries and query heads of a group. Scratch: 4 * (D + 2) bytes for each query, head and part, written and read once. Two
-launches:
+Bytes: 2 * H * D * s per slot that a query of the row attends to, with s bytes per entry. These bytes are read once for
+all queries and query heads of a group. Scratch: 4 * (D + 2) bytes for each query, head and part, written and read once.
+Two launches:
 1. `attend_kernel`, one program per (row, key head, part): for each query of the group, the maximum score, the sum of
    exponentials, and the weighted sum of values over the slots of this part. The slots of each row are divided evenly on
    the device, because the host does not know the row's length.
@@ -48,7 +48,7 @@ def attend_kernel(
     stride_b,
     stride_h,
     stride_n,
-    num_queries,
+    num_queries,  # n
     capacity,
     SCALE: tl.constexpr,  # scale * log2(e), because the kernel computes powers of 2
     GROUP: tl.constexpr,
@@ -117,7 +117,7 @@ def attend_kernel(
 
 @jit
 def join_kernel(
-    sums_ptr,  # [N, PARTS, D] float32
+    sums_ptr,  # [N, PARTS, D] float32 with N = B * n * GROUP * H
     scales_ptr,  # [N, PARTS, 2] float32
     output_ptr,  # [N, D]
     D: tl.constexpr,

@@ -79,7 +79,7 @@ def reach_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
+    draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     state_ptr,  # [B, K, 4]
     ratio_ptr,  # [B, K] float64, p / q of draft i; -1 if the block ends before it, or a greedy row rejects it
@@ -200,18 +200,19 @@ def longest(
         mass, differs = load_partials(mass_ptr, first_draft + i, num_tiles, candidate, BLOCK_T)
         total = tl.sum(tl.maximum(mass, 0.0).to(tl.float64), 1)
         if draft_ptr is not None:
-            # If target and draft have equal rows, q = c p for a number c, and the residual is (P - c) p.
             state = state_ptr + (first_draft + i) * 4
             p_shift = tl.load(state, mask=candidate, other=0.0)
             p_weight = tl.load(state + 1, mask=candidate, other=1.0)
             q_shift = tl.load(state + 2, mask=candidate, other=0.0)
             q_weight = tl.load(state + 3, mask=candidate, other=0.0)
+            # If a target row and its draft row have equal logits, q = c p with c = `multiple`, and the residual max(P p
+            # - q, 0) is (P - c) p, or 0. Its mass is P - c, or 0.
             multiple = exponential(p_shift - q_shift) * (q_weight / p_weight)
             total = tl.where(tl.max(differs, 1) > 0, total, reach - multiple)
         total = tl.where(total > LEAST_RESIDUAL, total, 0.0)
         u_ptr = accept_uniforms_ptr + first_draft + i - 1
         u = tl.load(u_ptr, mask=candidate & (i > 0), other=0.0).to(tl.float64)
-        # A candidate with P = 1 is accepted even if its residual is empty.
+        # A candidate with P = 1 (`reach`) is accepted even if its residual is empty.
         accepted = candidate & ((reach == 1) | (u * (total + (1.0 - reach)) < total))
         n = tl.maximum(n, tl.max(tl.where(accepted, i, -1), 0))
     return n
@@ -226,7 +227,7 @@ def draw_kernel(
     sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
+    draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     reach_ptr,  # [B, K] float64
     state_ptr,  # [B, K, 4]
@@ -325,8 +326,8 @@ def verify_block(args: VerifyArguments, *, tile: int | None = None) -> tuple[Ten
 
     values = exact_values(args, tile)
     num_tiles, num_warps = values["num_tiles"], launch.num_warps(values["TILE"])
-    # If there would be few programs, launch one per position; otherwise each program loops over the positions of a
-    # sequence.
+    # If there would be few programs, launch a program for each position. Otherwise each program loops over the
+    # positions of a sequence.
     parallel_rows = num_drafts if launch.tiles_per_program(batch * num_tiles * num_drafts) == 1 else 1
     tiles_per_program = launch.tiles_per_program(batch * num_tiles * parallel_rows)
     values |= {

@@ -67,7 +67,7 @@ def rest_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
+    draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     stride_target_b,
     stride_target_k,
@@ -171,7 +171,7 @@ def draw_kernel(
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
     bounds_ptr,  # [B, num_bounds, 2] or None
-    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
+    draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     mass_ptr,  # [B, num_tiles, 2] residual mass, and 1 if p and q differ in the tile
     state_ptr,  # [B, 4], the state of the rows that the next token is drawn from

@@ -42,7 +42,7 @@ NOISE = tl.constexpr(4)
 WEYL = tl.constexpr(0x9E3779B9)
 FACTOR = tl.constexpr(0x735A2D97)
 LARGEST = tl.constexpr(1.0 - 2.0**-24)
-# For w up to this number, -log(1 - w) is computed by a power series, because 1 - w would lose digits of w.
+# For w (`noise`) up to this number, -log(1 - w) is computed by a power series, because 1 - w would lose digits of w.
 LARGEST_IN_SERIES = tl.constexpr(0.0625)
 
 

@@ -62,7 +62,7 @@ def stats_kernel(
     draft_tokens_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, num_bounds, 2] bounds of target rows, then of draft rows if they are filtered; or None
-    draft_bounds_ptr,  # the same tensor if the draft is filtered, else None
+    draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
     count_ptr,  # [B], set to 0
     stride_target_b,

@@ -91,13 +91,14 @@ def tile_tokens(lead, tile, TILE: tl.constexpr):
 @triton.jit
 def load_aligned(row_ptr, lead, vocab_size, tile, TILE: tl.constexpr, WIDEN: tl.constexpr = False):
     """The raw logits [TILE] of a tile, for a row whose boundary row_ptr - lead is a multiple of 16 bytes."""
-    # Widen in each branch, because widening after the branches would cost 16 more instructions (docs/performance.md).
     VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
     base = tl.multiple_of(row_ptr - lead, 16)
     position = tile * TILE + tl.arange(0, TILE)
     end = lead + vocab_size
     if (tile * TILE >= lead) & (tile * TILE + TILE <= end):
         x = tl.load(base + position)
+        # Convert to float32 in each branch, because converting after the branches would cost 16 more instructions
+        # (docs/performance.md).
         if WIDEN:
             x = widen(x)
     else:
@@ -324,9 +325,9 @@ def pick_token(weight, v, threshold):
 
 @triton.jit
 def is_last_program(count_ptr, num_programs):
-    """True in the program of a group that calls this last; it can read what the others stored. Each program increments
-    the count, which is 0 before the first call and after the last. This works only for scalars that are stored by the
-    thread that increments the count."""
+    """True in the program of a group that calls this function last. That program can read what the others stored. Each
+    program increments the count, which is 0 before the first call and after the last. This works only for scalars that
+    are stored by the thread that increments the count."""
     # The barrier waits for the stores of the other threads. The atomic orders memory accesses before and after it, and
     # Triton adds a barrier after it.
     tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""`specops::uniforms` and `specops::step_uniforms` on CUDA. They take one launch; the torch operations would take
+"""`specops::uniforms` and `specops::step_uniforms` on CUDA. An op takes one launch; the torch operations would take
 200."""
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 and docs/design.md explains why the search works this way.
 
 Two numbers describe the kept tokens: the lowest kept logit (`cut`), and the lowest kept id among the tokens with that
-logit (`first_at_cut`). They take 8 bytes per row, and other kernels mask their loads by them. Nothing of size [.., V]
-is written, sorted or converted. There are two launches for any filters and any dtype:
+logit (`first_at_cut`). The bounds take 8 bytes per row, and other kernels mask their loads by the bounds. Nothing of
+size [.., V] is written, sorted or converted. There are two launches for any filters and any dtype:
 1. `group_kernel`, one program per (row, tile): for each group of 64 adjacent entries, it stores the maximum of each
    half. If the row has top_p without top_k, it also stores the sum of the exponentials of the group.
 2. `cut_kernel`, one program per row: from these numbers it finds a key (a logit as an integer) at or below the cut, and
    selects the halves whose maximum is at least that key. It lists the entries of these halves that are at least that
-   key, and finds the cut in the list by bisection. If the selected halves are most of the row, it first estimates from
-   a sample which keys are near the cut. A wrong estimate costs another pass over the halves.
+   key, and finds the cut in the list by bisection. If the selected halves are most of the row, the kernel first
+   estimates from a sample which keys are near the cut. A wrong estimate costs another pass over the halves.
 
 Bytes: each row once, V * s, and then the selected halves again; for top_k these are little more than k halves. The
 total in reads of a row of 128,256 logits:

@@ -1,4 +1,10 @@
-"""Build and search the list of a row's candidates: the entries that may be at the cut or above it."""
+"""Build and search the list of a row's candidates: the entries that may be at the cut (the lowest logit that is kept)
+or above it. Entries are compared by their keys (`keys.py`).
+
+Four arguments are tuples: `held` is the list (token ids, logits, and `room`, the most entries that it holds), `row` the
+row (pointer, stride, lead, vocabulary size), `parts` the parts of the row to read (their indices, log2 of the pieces
+per part, the number of pieces), and `scaling` two numbers: the largest scaled logit and 1 / T.
+"""
 
 import triton
 import triton.language as tl
@@ -20,7 +26,7 @@ def write_down(list_ptr, first, chosen, count, room, WIDTH: tl.constexpr):
     chosen = chosen.to(tl.int32)
     own = tl.sum(chosen, 1)
     slot = count + tl.cumsum(own, 0) - own
-    # Scan only over N, because scans are slow. Within a row, use bits to count the chosen columns.
+    # Scan only over the rows i, because scans are slow. Within a row, use bits to count the chosen columns j.
     bits = tl.sum(chosen << tl.arange(0, WIDTH)[None, :], 1)
     for column in range(WIDTH):
         bit = (bits >> column) & 1
@@ -41,9 +47,9 @@ def amounts(x, is_mass, scaling):
 @triton.jit
 def collect(low, high, every, skipped, summed, parts, row, held, is_mass, scaling):
     """List the entries with keys low .. high - 1 in the order of token ids, without the first `skipped` of them, as
-    long as there is room. Returns the number of entries with these keys, including those not listed. If `summed`, it
-    also returns their total amount and the total amount of entries with higher keys. Reads only one in `every` pieces
-    of the row."""
+    long as there is room. Returns the number of entries with these keys, including those not listed. If `summed`, also
+    returns the total amount of these entries and the total amount of entries with higher keys. Reads only one in
+    `every` pieces of the row."""
     part_ptr, shift, num_pieces = parts
     row_ptr, stride_v, lead, vocab_size = row
     token_ptr, value_ptr, room = held

@@ -91,8 +91,8 @@ def group_kernel(
     stride_v,
     stride_draft_b,
     stride_draft_k,
-    num_rows,
-    num_drafts,
+    num_rows,  # R, the rows of `logits` in a sequence
+    num_drafts,  # K, the draft's rows in a sequence
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
@@ -132,9 +132,10 @@ def total(x):
 
 @triton.jit
 def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """An upper bound of the total amount of entries below the key `bound`. A group whose maximum is below counts
-    completely. In any other group, at most GROUP - 1 entries are below; their amount is at most that of the group
-    without its maximum, and at most GROUP - 1 times the weight of the key."""
+    """An upper bound of the total amount of entries below the key `bound`. `groups` holds for each group its maximum,
+    its amount, and its amount without the maximum. A group whose maximum is below counts completely. In any other
+    group, at most GROUP - 1 entries are below; their amount is at most that of the group without its maximum, and at
+    most GROUP - 1 times the weight of the key."""
     top, amount, rest = groups
     x = key_value(bound, DTYPE)
     return total(tl.where(top < x, amount, tl.minimum(rest, weigh(x, scaling) * (GROUP - 1))))
@@ -142,9 +143,9 @@ def leaves_out(bound, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def lowest_candidate(least, highest, allowed, groups, scaling, DTYPE: tl.constexpr, GROUP: tl.constexpr):
-    """A key at or below the cut. Of the keys from the smallest to the largest maximum of a group, it is the highest for
-    which the entries below have at most the allowed amount. It is rounded down to the 8 significant bits of bfloat16.
-    If there is no such key, it is the lowest key of all."""
+    """A lower bound of the cut, as an `order_key`. Of the keys from the smallest to the largest maximum of a group, the
+    bound is the highest key for which the entries below have at most the allowed amount, rounded down to the 8
+    significant bits of bfloat16. If there is no such key, the bound is the lowest key of all."""
     STEP: tl.constexpr = 2 ** (DTYPE.fp_mantissa_width - 7)
     low = lowest_key(DTYPE)
     if leaves_out(least, groups, scaling, DTYPE, GROUP) <= allowed:

@@ -1,8 +1,8 @@
-"""The second kernel of the search for a row's bounds (`bounds.py`). It searches in keys (`keys.py`).
+"""The second kernel of the search for a row's bounds (`bounds.py`). The search works on keys (`keys.py`).
 
 `group_kernel` reduces groups of entries (`groups.py`). `cut_kernel` uses the results to find the cut:
 1. `lowest_candidate` bisects the keys with the maxima of groups, and for top-p also with their sums. The cut is at the
-   key that it finds, or above. Parts of groups whose maximum is below this key are not read again.
+   key that is found, or above. Parts of groups whose maximum is below this key are not read again.
 2. `collect` lists the tokens at that key or above (`candidates.py`). If the list has not enough room, `find_window`
    narrows the range of keys: to those that a sample shows to be likely (`likely_keys`), or by half.
 3. `bisect_cut` bisects the remaining keys with the entries of the list: first for top-k, then for top-p of the tokens
@@ -70,8 +70,8 @@ def find_window(lo, hi, wanted, top_p, mass, parts, row, held, is_mass, scaling)
     above = 0.0
     low, high, every, count = lo, hi, 1, 0
     num_entries = num_pieces * (128 // DTYPE.primitive_bitwidth)
-    # Take a sample first only if most of the row may be >= lo. Otherwise the list probably has room for all entries >=
-    # lo.
+    # Take a sample first only if most entries of the row may have keys >= lo. Otherwise the list probably has room for
+    # all entries with such keys.
     if (num_entries > 8 * room) & (wanted >= 0):
         every = tl.cdiv(num_entries, tl.minimum(room, SAMPLE))
         low = tl.where(is_mass, lowest_key(DTYPE), lo)
@@ -143,20 +143,20 @@ def cut_kernel(
     sum_ptr,  # [B, R + K, num_groups] or None
     part_ptr,  # [B, R + K, num_groups * GROUP / PART] indices of the parts to read again
     token_ptr,  # [B, R + K, room] token ids of the entries that may be the cut
-    value_ptr,  # [B, R + K, room] logits of these entries
+    value_ptr,  # [B, R + K, room] logits of the entries in token_ptr
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
     stride_b,
     stride_r,
     stride_v,
     stride_draft_b,
     stride_draft_k,
-    num_rows,
-    num_drafts,
+    num_rows,  # R, the rows of `logits` in a sequence
+    num_drafts,  # K, the draft's rows in a sequence
     first_row,
     num_bounds,
     vocab_size,
     num_groups,
-    room,
+    room,  # the most entries that the lists hold for a row
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     PART_SHIFT: tl.constexpr,
@@ -166,7 +166,7 @@ def cut_kernel(
     r = tl.program_id(1).to(tl.int64)
     program = b * (num_rows + num_drafts) + r
     # Load here all values that determine where the lists are written. torch analyses which tensors a kernel writes, but
-    # not inside functions: it treats the result of a function as the pointer that the function was given.
+    # does not look into functions: it treats a function's result as the pointer that the function was given.
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + b)
@@ -198,10 +198,10 @@ def cut_kernel(
         highest = order_key(x_max.to(DTYPE))
         lo = lowest_key(DTYPE)
         if ((top_k > 0) | (top_p < 1)) & (x_max > float("-inf")):
-            # `allowed` limits what may be below the candidate key: for top-k all groups except k, for top-p the mass
-            # that it removes.
             amount = tl.where(finite, 1.0, 0.0)
             rest = tl.zeros(top.shape, tl.float32)
+            # `allowed` limits the amount below the candidate key. For top-k the amount is a number of groups: all
+            # groups except k, so that k maxima are at the key or above. For top-p it is the mass to remove.
             allowed = total(amount) - top_k
             wanted_mass = tl.full((), 0.0, tl.float64)
             if sum_ptr is not None:
@@ -236,9 +236,10 @@ def cut_kernel(
             hi = highest + 1
             count = places + 1
             skipped = 0
-            # Use a loop for the two searches, so that their code is generated only once. A function would not do:
-            # torch's analysis (see above) would treat its result as a pointer, but it ignores values from the previous
-            # iteration of a loop.
+            # Run top-k, top-p and the ties as iterations of one loop, so that the code of the searches is generated
+            # once. The code cannot be a function: torch's analysis (see the comment at the loads) would take the
+            # function's result for its pointer argument. The analysis ignores values that a loop carries from one
+            # iteration to the next.
             for phase in range(3):
                 is_mass = phase == TOP_P
                 if phase == TIES:
@@ -257,7 +258,8 @@ def cut_kernel(
                         hi = highest + 1
                         count = places + 1
                     if is_mass & (top_k > 0):
-                        # Apply top-p to the tokens that top-k kept.
+                        # Apply top-p to the tokens that top-k kept: a negative number makes `find_window` sum their
+                        # mass.
                         wanted = tl.full((), -1.0, tl.float64)
                         if count <= places:
                             kept = amount_from(lo, held, count, True, scaling)
