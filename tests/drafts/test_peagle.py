@@ -174,7 +174,7 @@ def test_compiled_steps_give_the_eager_tokens(
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
     found = []
     for compile in (False, True):
-        draft = recorder(VARIANTS["P-EAGLE, three layers"], tmp_path, sampled=sampled)
+        draft = recorder(VARIANTS["P-EAGLE, Amazon"], tmp_path, sampled=sampled)
         options: dict[str, Any] = {"sampling": MIXED, "schedule": "constant", "compile": compile}
         decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=4, **options)
         for seed in (1, 2):
@@ -232,6 +232,8 @@ def test_what_the_config_decides() -> None:
         assert config.mask_token_id == (VOCAB - 1 if is_parallel(raw) else None)
     config = read_config(DEEPSPEC)
     assert config.feature_layers == (1,) and config.normalises_queries and not config.norm_before_feedback
+    with pytest.raises(ValueError, match="head: expected a P-EAGLE head, with a mask_token_id, got an EAGLE-3 head"):
+        PEagle(new_eagle3_head())
     # As NeMo writes it.
     nemo = AMAZON | {"parallel_drafting": True, "pard_token": VOCAB - 1, "ptd_token_id": None}
     assert read_config(nemo, True) == read_config(AMAZON | {"pard_token": VOCAB - 1}, True)

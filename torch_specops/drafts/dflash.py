@@ -29,9 +29,9 @@ class DFlash(PublishedDraft):
 
     A DFlash2 drafter (z-lab 2026) has convolutions around the sublayers of its network, and a selector: draft j is one
     of the likeliest tokens, and the score of each depends on the draft before and the hidden state at j. A DSpark
-    drafter (DeepSeek-AI 2026) has a Markov head: it adds W2 z to the logits of draft j, where z depends on the
-    draft before (r numbers), and on the hidden state at j and a state of the block for some kinds. Both take K
-    small products, and no forward. Their drafts depend on each other, so they are sampled. A DFlash drafter gives the
+    drafter (DeepSeek-AI 2026) has a Markov head: it adds W2 z to the logits of draft j, where z depends on the draft
+    before (r numbers), and on the hidden state at j and a state of the block for some kinds. Both take K small
+    products, and no forward. Their drafts depend on each other, so they are sampled. A DFlash drafter gives the
     likeliest tokens, at any temperature: drawn independently, fewer are accepted.
 
     `from_pretrained` reads drafters in z-lab's layout (`architectures: ["DFlashDraftModel"]`, `["DFlash2DraftModel"]`),

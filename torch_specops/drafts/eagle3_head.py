@@ -1,4 +1,4 @@
-"""The network of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840): decoder layers over the target's features."""
+"""The network of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) or a P-EAGLE head: layers over the target's features."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ class Eagle3Head(nn.Module):
         has_embedding: True = the head has its own embeddings; False = it uses the target's.
 
     Attributes:
+        mask_hidden: [1, 1, F * H_target], what the masks of a P-EAGLE head have in place of features; None = the head
+            is an EAGLE-3 head.
         draft_of_target: [V] int64, the index of each target token's logit in the head, -1 = none; the identity unless
             set.
     """

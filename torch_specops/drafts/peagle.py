@@ -33,7 +33,7 @@ class PEagle(PairDraft):
     `architectures: ["LlamaForCausalLMEagle3"]` and `ptd_token_id` or `pard_token`, as Amazon and NeMo save them.
 
     Args:
-        head: the network, as `from_pretrained` reads it, with a `mask_token_id`.
+        head: the network, as `from_pretrained` reads it. Raises ValueError if its config has no `mask_token_id`.
         sampled: True = drafts are sampled; False = they are the likeliest tokens. The default of `verify` follows.
 
     Examples:
@@ -53,6 +53,8 @@ class PEagle(PairDraft):
 
     def __init__(self, head: Eagle3Head, *, sampled: bool = False) -> None:
         super().__init__(head)
+        if head.mask_hidden is None:
+            raise ValueError("head: expected a P-EAGLE head, with a mask_token_id, got an EAGLE-3 head")
         self.deterministic = not sampled
         self.default_draft_tokens = head.config.num_drafts or 7
 
@@ -87,11 +89,11 @@ class PEagle(PairDraft):
 
     def _read_ahead(self, tokens: Tensor, ends: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
         """Read the pairs at positions [B, n] and the masks after them. Returns the logits [B, K, V] of the drafts."""
-        head, count = self.head, num_drafts - 1
+        head, count, mask_hidden = self.head, num_drafts - 1, self.head.mask_hidden
+        assert mask_hidden is not None
         masks = positions[:, -1:] + torch.arange(1, num_drafts, device=positions.device)
         features = self._features(ends, positions, None)
-        assert head.mask_hidden is not None
-        features = torch.cat([features, head.mask_hidden.expand(len(tokens), count, -1)], 1)
+        features = torch.cat([features, mask_hidden.expand(len(tokens), count, -1)], 1)
         following = F.pad(self._following(tokens, ends, positions), (0, count), value=head.config.mask_token_id)
         output = self._read(head.fuse(features), following, torch.cat([positions, masks], 1))
         return head.target_logits(output[:, -num_drafts:])
