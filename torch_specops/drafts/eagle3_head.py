@@ -1,4 +1,4 @@
-"""The network of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) or a P-EAGLE head: layers over the target's features."""
+"""The network of EAGLE-3 (Li et al. 2025, arXiv:2503.01840) and P-EAGLE heads: layers over the target's features."""
 
 from __future__ import annotations
 
