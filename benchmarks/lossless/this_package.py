@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from engines import NUM_DRAFT_TOKENS, Row, law_of, tiny_pair
+from peer_transformers import gemma4_assistant
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder, Verifier
-from torch_specops.drafts import PromptLookup
+from torch_specops.drafts import Gemma4Assistant, PromptLookup
 
 
 class NoRepeats:
@@ -37,8 +38,10 @@ def without_repeats(text: Tensor, logits: Tensor) -> Tensor:
 
 
 class Package:
-    def __init__(self, drafts: Callable[[Any], Any], has_grammar: bool = False, **settings: Any) -> None:
-        target, draft = tiny_pair()
+    def __init__(
+        self, drafts: Callable[[Any], Any], has_grammar: bool = False, pair: Any = tiny_pair, **settings: Any
+    ) -> None:
+        target, draft = pair()
         own = law_of(target)
         self._has_grammar = has_grammar
         self.law = (lambda text: without_repeats(text, own(text))) if has_grammar else own
@@ -79,6 +82,12 @@ def nothing(draft: Any) -> None:
     return None
 
 
+def gemma4_pair() -> tuple[Any, Any]:
+    """The models of the row `transformers-gemma4`."""
+    target, helper = gemma4_assistant()
+    return target, helper["assistant_model"]
+
+
 # name -> what the table says, the draft, settings
 WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "no-draft": ("no draft", nothing, {}),
@@ -89,6 +98,7 @@ WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     },
     "draft-grammar": ("draft model in a grammar, verify exact", itself, {"has_grammar": True, "verify": "exact"}),
     "draft-compiled": ("draft model, verify exact, compiled", itself, {"verify": "exact", "compile": True}),
+    "gemma4": ("Gemma 4 with its assistant, verify exact", Gemma4Assistant, {"pair": gemma4_pair}),
     "draft-sigmoid": ("draft model, verify sigmoid, lossy by design", itself, {"verify": "sigmoid"}),
     "draft-lenient": ("draft model, lenience 0.5, lossy by design", itself, {"verify": Verifier(lenience=0.5)}),
 }

@@ -14,9 +14,9 @@ import pytest
 import torch
 from gpu_suite import no_synchronisation, size
 from tiny_dflash import trained_drafter
-from tiny_dspark import DFLASH2, DSPARK, new_head
-from tiny_eagle3 import new_head as new_eagle3_head
+from tiny_dspark import DSPARK, new_head
 from tiny_eagle3 import trained_head
+from tiny_gemma4 import can_be_built, tiny_gemma4
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_loops import limited, new_tokens, streamed
@@ -28,7 +28,16 @@ from torch import Tensor
 from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
 from torch_specops.cli.greedy import check_greedy
 from torch_specops.decode.step import StepPlan
-from torch_specops.drafts import MTP, DFlash, DraftSource, Eagle3, LookupElse, ModelDraft, PEagle, PromptLookup
+from torch_specops.drafts import (
+    MTP,
+    DFlash,
+    DraftSource,
+    Eagle3,
+    Gemma4Assistant,
+    LookupElse,
+    ModelDraft,
+    PromptLookup,
+)
 from torch_specops.hf import language_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
@@ -58,6 +67,8 @@ def decoder(
         model = tiny_hybrid("qwen3_5_text", num_hidden_layers=2, layer_types=layer_types).to(dtype)
     elif kind == "mtp":
         model = copy.deepcopy(tiny_mtp("qwen2", 2).model).to(dtype)
+    elif kind == "assistant":
+        model, assistant = (each.to(dtype) for each in tiny_gemma4(VOCAB, "ordered"))
     else:
         model = tiny("llama", num_hidden_layers=layers).to(dtype)
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
@@ -71,13 +82,10 @@ def decoder(
         draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
     if kind == "markov":
         draft = DFlash(new_head(DSPARK | {"markov_head_type": "rnn"}).to(device, dtype), confidence=0.3)
-    if kind == "selector":
-        draft = DFlash(new_head(DFLASH2).to(device, dtype))
-    if kind == "parallel":
-        own = new_eagle3_head(windows=(None, 5), mask_token_id=VOCAB - 1)
-        draft = PEagle(own.to(device, dtype), sampled=True)
     if kind == "mtp":
         draft = MTP.from_pretrained(model.to(device))
+    if kind == "assistant":
+        draft = Gemma4Assistant(assistant.to(device))
     settings = {"num_draft_tokens": NUM_DRAFTS, "schedule": "constant", "sampling": MIXED} | options
     return SpeculativeDecoder(model.to(device), draft, **settings)
 
@@ -107,8 +115,8 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
     ("kind", "sampling"),
     [
         *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "markov", "mtp", "hybrid")),
-        *((kind, MIXED) for kind in ("selector", "parallel")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
+        pytest.param("assistant", MIXED, marks=can_be_built),
         *((kind, PROCESSED) for kind in ("model", "head", "block", "markov", "mtp")),
     ],
 )
@@ -151,7 +159,7 @@ def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", ["lookup", "head", "block"])
+@pytest.mark.parametrize("kind", ["lookup", "head", "block", pytest.param("assistant", marks=can_be_built)])
 def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
     """The models of the other tests are float64, which always has a mask."""
     expected = run(decoder("cpu", kind, compile=False, sampling=GREEDY))

@@ -19,13 +19,13 @@ from .base import AnyDraft, Draft, DraftSource
 from .dflash import DFlash
 from .eagle3 import Eagle3
 from .early_exit import EarlyExit
+from .gemma4 import Gemma4Assistant
 from .hierarchical import HierarchicalDraft
 from .lookup import PromptLookup, SuffixLookup
 from .lookup_else import LookupElse
 from .model import ModelDraft
 from .mtp import MTP
 from .ngram import NGram
-from .peagle import PEagle
 from .quantised import quantised_copy
 from .token_map import TokenMap
 
@@ -38,12 +38,12 @@ __all__ = [
     "Eagle3",
     "EarlyExit",
     "FeatureModel",
+    "Gemma4Assistant",
     "HierarchicalDraft",
     "LanguageModel",
     "LookupElse",
     "ModelDraft",
     "NGram",
-    "PEagle",
     "PromptLookup",
     "SuffixLookup",
     "TokenMap",

@@ -14,7 +14,6 @@ from ..models.base import FeatureModel, LanguageModel, feature_model
 from ..models.conversion import as_language_model
 from ..ops.attention import attend, attend_masked, attention_dtype, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, emptied
-from ..ops.tracing import is_eager_cpu
 from .layers import Attention
 from .model import SampledDraft
 
@@ -89,10 +88,6 @@ class FeatureDraft(SampledDraft):
     def static_tensors(self) -> Sequence[Tensor]:
         caches = [tensor for each in self._caches for tensor in (each.keys, each.values)]
         return [*self.head.parameters(), *self.head.buffers(), *caches]
-
-    def _is_eager_cpu(self, lengths: Tensor) -> bool:
-        """True = a step looks at the values of `lengths`, and reads only what is new."""
-        return self._shape is None and is_eager_cpu(lengths)
 
     def _width(self, positions: Tensor, capacity: int) -> int:
         """The number of slots of a cache that tokens at these positions may attend to."""

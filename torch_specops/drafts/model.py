@@ -41,6 +41,10 @@ class SampledDraft(DraftSource):
     def _piece(self, function: Callable[..., Any], *key: int) -> Callable[..., Any]:
         return function if self._shape is None else self._pieces.get(function, self._shape, *key)
 
+    def _is_eager_cpu(self, lengths: Tensor) -> bool:
+        """True = a step looks at the values of `lengths`, and reads only what is new."""
+        return self._shape is None and is_eager_cpu(lengths)
+
     def _numbers(
         self, seeds: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors
     ) -> Sequence[Tensor]:
@@ -87,15 +91,6 @@ class SampledDraft(DraftSource):
                 text = text.scatter(1, ends, token.unsqueeze(1))
             ends = ends + 1
         return stacked(drawn)
-
-    def _pick(
-        self, logits: Tensor, ends: Tensor, numbers: Tensor, sampling: SamplingTensors, text: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draw as `SamplingTensors.draw`; a deterministic source takes the likeliest token, after processors."""
-        if not self.deterministic:
-            return sampling.draw(logits, numbers, text, ends)
-        processed = logits if text is None else sampling.process(logits, text, ends)
-        return processed.argmax(-1).squeeze(1), None, None
 
 
 class SequentialDraft(SampledDraft):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..ops.attention import DTYPES
 from .architecture import Reading, unwrapped, windows
 from .encoder_decoder import EncoderDecoderModel
+from .gemma4_assistant import is_gemma4_assistant
 from .hybrid import HybridModel
 from .images import HybridImageModel, ImageTextModel, reads_images
 from .models import TESTED_FAMILIES, TransformersModel
@@ -47,11 +48,13 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
         TypeError: `model` is not a transformers model.
         ValueError: the model cannot be rolled back (states outside of transformers' cache, indexed attention), has no
             language head, or is offloaded or on several devices; its attention implementation takes no mask; a
-            `forward` set on one of its modules may run modules in training mode; it is an encoder-decoder model other
-            than Whisper and T5; or the model's family is untested, and the model does not take a cache and masks, or
-            gives other logits with a cache and masks than without.
+            `forward` set on one of its modules may run modules in training mode; it is a Gemma 4 assistant, or an
+            encoder-decoder model other than Whisper and T5; or the model's family is untested, and the model does not
+            take a cache and masks, or gives other logits with a cache and masks than without.
     """
     model = unwrapped(model)
+    if is_gemma4_assistant(model):
+        raise ValueError("model: a Gemma 4 assistant reads its target's keys; expected drafts.Gemma4Assistant(model)")
     if model.config.is_encoder_decoder:
         # Check the outermost model, because a wrapper may read its inputs differently from the model inside.
         if model.config.model_type not in TESTED_FAMILIES:

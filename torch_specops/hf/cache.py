@@ -203,8 +203,11 @@ class FeatureBuffer(RowState):
             hidden = named["last_hidden_state"]
         else:
             hidden = arguments[0] if arguments else named["hidden_states"]
-        assert self.values is not None and self.cache is not None and self.cache.slots is not None
+        assert self.values is not None and self.cache is not None
         slots, owners = self.cache.slots, self.cache.owners
+        if slots is None:
+            # A model's first images are also read without a cache, to compare the logits.
+            return
         if hidden.shape[:2] != slots.shape:
             raise RuntimeError(
                 f"forward: expected hidden states of all {list(slots.shape)} tokens in layer {self.layers[part]}, got "

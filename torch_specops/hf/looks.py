@@ -245,7 +245,7 @@ class _ConfigCopies:
         """True if the look visited every copied config and none has changed since it was copied."""
         try:
             return self._met == set(self._copied) and all(
-                vars(config) == then for config, then in self._copied.values()
+                _are_equal(vars(config), then) for config, then in self._copied.values()
             )
         # Comparing tensors or arrays in a config raises, because a comparison result with several elements has no truth
         # value.
@@ -263,6 +263,15 @@ class _ConfigCopies:
                 raise ValueError(f"model: {type(config).__name__} cannot be copied: {error}") from error
             self.copies |= {key: each for key, each in memory.items() if isinstance(each, PreTrainedConfig)}
         return self.copies[id(config)]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values of configs are equal. `==` of a nested config raises if its layers have different sizes."""
+    if isinstance(one, PreTrainedConfig):
+        return type(one) is type(other) and _are_equal(vars(one), vars(other))
+    if type(one) is not dict or type(other) is not dict:
+        return bool(one == other)
+    return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
 
 
 # Id -> a weak reference to an object, and the object's number. The reference is compared because a later object may get

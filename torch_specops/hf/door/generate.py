@@ -16,12 +16,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from ...decode import SpeculativeDecoder, Verifier
 from ...decode.inputs import AnyGrammar, GenerateArguments, Seed
 from ...decode.rows import BatchRules
-from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, PromptLookup
+from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, Gemma4Assistant, PromptLookup
 from ...drafts.dflash_files import read_drafter
 from ...schedules import Schedule
 from ..adapter import language_model
 from ..cache import CACHE_NAMES
 from ..encoder_decoder import EncoderDecoderModel
+from ..gemma4_assistant import is_gemma4_assistant
 from ..mtp import read_mtp_head
 from ..shadow_model import ShadowModel
 from .assistant_settings import read_assistant_settings
@@ -75,7 +76,8 @@ def custom_generate(
         draft_model: a smaller model, a `LanguageModel` or a `DraftSource`; None = one token per step from the target.
             `assistant_model=` means the same. `prompt_lookup_num_tokens=`, `assistant_early_exit=` and `use_mtp=True`
             select a draft as in transformers. With `speculation_type="dflash"`, the draft model must be a DFlash
-            drafter of transformers or a `DFlash`. MTP layers and DFlash drafters are loaded once per model.
+            drafter of transformers or a `DFlash`. MTP layers and DFlash drafters are loaded once per model. A Gemma 4
+            assistant of transformers becomes a `Gemma4Assistant`.
         num_draft_tokens, schedule, verify, compile: arguments of `SpeculativeDecoder`. The next call of the same model
             with the same draft and the same values reuses the compiled code. If the first two are None,
             `num_assistant_tokens` and `num_assistant_tokens_schedule` set them. If those are None too, the number
@@ -214,6 +216,8 @@ def _cached_decoder(
         draft = MTP, draft_model.head
     if type(draft_model) is DFlash:
         draft = DFlash, draft_model.head, draft_model.deterministic, draft_model.confidence
+    if type(draft_model) is Gemma4Assistant:
+        draft = Gemma4Assistant, draft_model.model.model
     # Include the device and the dtype, because compiled code works only for one device and one dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     cached = _decoders.get(model)
@@ -277,6 +281,8 @@ def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: A
         return _head_draft(model, None)
     if kind is not None and isinstance(draft_model, PreTrainedModel):
         return _head_draft(model, draft_model)
+    if is_gemma4_assistant(draft_model):
+        return Gemma4Assistant(draft_model)
     return draft_model
 
 
