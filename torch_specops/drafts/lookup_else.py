@@ -194,6 +194,8 @@ class LookupElse(SampledDraft):
         ask = self._ask_other if self.other.compiles_itself else self._piece(self._ask_other, count)
         drawn = ask(tokens, lengths, count, sampling, seeds)
         if is_eager:
+            if not bool(is_found.any()):
+                return Draft(*drawn)
             found = _without_padding(torch.where(is_found, found, -1), drawn[0].shape[1])
         return Draft(*self._piece(self._mixed, found.shape[1])(found, *drawn))
 
