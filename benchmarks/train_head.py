@@ -103,11 +103,11 @@ class Mtp(nn.Module):
         self.shared = [decoder.rotary_emb, model.get_output_embeddings().weight.detach().float()]
         begin(self.layer, self.layer.eh_proj, self.layer.norm, model)
 
-    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attention: ChainAttention) -> Tensor:
+    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor, attentions: Sequence[ChainAttention]) -> Tensor:
         """As `Eagle3Head.read`, but it stands at the position of token i + 1."""
         read, places = self.layer.fuse(embedded, hidden), positions + 1
         named = {"position_ids": places, "position_embeddings": self.shared[0](read, places)}
-        return self.layer.norm(self.layer.block(read, attention_mask=None, **named, chains=attention))
+        return self.layer.norm(self.layer.block(read, attention_mask=None, **named, chains=attentions[0]))
 
     def feedback(self, output: Tensor) -> Tensor:
         return output
@@ -133,7 +133,7 @@ def chain_logits(head: Eagle3Head | Mtp, features: Tensor, embedded: Tensor, dep
     count, attention = features.shape[1], ChainAttention()
     hidden, positions = head.fuse(features), torch.arange(count).unsqueeze(0)
     for step in range(depth):
-        output = head.read(hidden, embedded[:, step + 1 : step + 1 + count], positions + step, attention)
+        output = head.read(hidden, embedded[:, step + 1 : step + 1 + count], positions + step, [attention])
         yield head.logits(output)
         hidden = head.feedback(output)
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from gpu_suite import no_synchronisation, size
 from tiny_dflash import trained_drafter
-from tiny_dspark import DSPARK, new_head
+from tiny_dspark import DFLASH2, DSPARK, new_head
+from tiny_eagle3 import new_head as new_eagle3_head
 from tiny_eagle3 import trained_head
 from tiny_gemma4 import can_be_built, tiny_gemma4
 from tiny_grammars import Allowing, by_turns
@@ -36,6 +37,7 @@ from torch_specops.drafts import (
     Gemma4Assistant,
     LookupElse,
     ModelDraft,
+    PEagle,
     PromptLookup,
 )
 from torch_specops.hf import language_model
@@ -82,6 +84,11 @@ def decoder(
         draft = DFlash(copy.deepcopy(trained_drafter()).to(device, dtype))
     if kind == "markov":
         draft = DFlash(new_head(DSPARK | {"markov_head_type": "rnn"}).to(device, dtype), confidence=0.3)
+    if kind == "selector":
+        draft = DFlash(new_head(DFLASH2).to(device, dtype))
+    if kind == "parallel":
+        own = new_eagle3_head(windows=(None, 5), mask_token_id=VOCAB - 1)
+        draft = PEagle(own.to(device, dtype), sampled=True)
     if kind == "mtp":
         draft = MTP.from_pretrained(model.to(device))
     if kind == "assistant":
@@ -115,6 +122,7 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
     ("kind", "sampling"),
     [
         *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "markov", "mtp", "hybrid")),
+        *((kind, MIXED) for kind in ("selector", "parallel")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
         pytest.param("assistant", MIXED, marks=can_be_built),
         *((kind, PROCESSED) for kind in ("model", "head", "block", "markov", "mtp")),

@@ -65,9 +65,14 @@ def test_configs_that_are_not_known() -> None:
         return ZLAB | {"dflash_config": INNER | fields}
 
     mrope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
-    others = "; DFlash2, Domino and other drafters compute otherwise, and are not read"
+    others = "; Domino, XPress and other drafters compute otherwise, and are not read"
     cases: list[tuple[Any, type[Exception], str]] = [
-        (ZLAB | {"architectures": ["DFlash2DraftModel"]}, ValueError, rf"config: .* got \['DFlash2.*'qwen3'{others}"),
+        (ZLAB | {"architectures": ["DominoModel"]}, ValueError, rf"config: .* got \['DominoModel'\].*'qwen3'{others}"),
+        (
+            ZLAB | {"architectures": ["DFlash2DraftModel"]},
+            ValueError,
+            "config: expected an int >= 1 as conv_group_size",
+        ),
         ({}, ValueError, "config: expected architectures .* got None, None and None"),
         (ZLAB | {"model_type": "laguna"}, ValueError, "config: expected model_type 'qwen3' or .*, got 'laguna'"),
         (of_block(selector_rank=8, causal=True), ValueError, "config: dflash_config has causal, selector_rank; known"),

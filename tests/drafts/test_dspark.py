@@ -1,5 +1,5 @@
-"""Drafters of speculators, DeepSpec and SpecForge in the loop: what they draft is what a plain computation over the
-whole text gives, draft after draft, and nothing but speed depends on it. Laws, wrong files."""
+"""Drafters of speculators, DeepSpec and SpecForge, and DFlash2 drafters, in the loop: what they draft is what a plain
+computation over the whole text gives, draft after draft, and nothing but speed depends on it. Laws, wrong files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tiny_dspark import (
     BLOCK,
     DEEPSPEC,
     DFLASH,
+    DFLASH2,
     DSPARK,
     KEPT,
     MASK,
     METHOD,
+    PARTS,
+    ZLAB2,
     new_weights,
     plain_drafts,
     saved,
@@ -35,6 +38,7 @@ from torch_specops.compilation import compile_piece
 from torch_specops.drafts import DFlash, Draft
 from torch_specops.drafts.dflash_files import read_drafter, read_drafter_config
 from torch_specops.drafts.dflash_head import DFlashHead
+from torch_specops.drafts.layers import SUPPORTED
 
 INPUT_IDS, ATTENDED = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
@@ -46,6 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "DeepSpec": DEEPSPEC,
     "DFlash": with_layers(DFLASH, **SLIDING) | {"draft_vocab_size": KEPT},
     "DFlash, not causal": with_layers(DFLASH, **SLIDING) | {"sliding_window_non_causal": True},
+    "DFlash2": with_layers(DFLASH2, **SLIDING),
+    "DFlash2, z-lab": ZLAB2 | SLIDING,
 }
 
 
@@ -85,6 +91,8 @@ def check_drafts(raw: dict[str, Any], draft: Recorder, ends: list[int]) -> None:
         ("DeepSpec", 0.0, [5, 0, 2], False),
         ("DFlash", 0.0, [4], False),
         ("DFlash, not causal", 0.0, [4], False),
+        ("DFlash2", 0.0, [3, 1, 4, 0, 0, 2, 0, 1], True),
+        ("DFlash2, z-lab", 0.0, [4, 0, 2], False),
     ],
 )
 def test_drafts_are_those_of_a_plain_computation(
@@ -96,18 +104,21 @@ def test_drafts_are_those_of_a_plain_computation(
     decoder = SpeculativeDecoder(
         target, draft, schedule=Given(counts), sampling=MIXED, verify="exact", compile=compiled
     )
+    num_accepted = 0
     # The second batch begins with what the first one left.
     for limits in ((21, 9, 15), (12, 21, 4)):
         output = decoder.generate(INPUT_IDS, attention_mask=ATTENDED, max_new_tokens=limits, seed=4)
         assert new_tokens(output)[0] == expected_rows(21)[0][: limits[0]]
         with torch.inference_mode():
             check_drafts(raw, draft, output.lengths.tolist())
-    assert output.stats.num_accepted > 0
+        num_accepted += output.stats.num_accepted
+    assert num_accepted > 0
 
 
-def test_rows_that_are_filled_again(tmp_path: Path) -> None:
-    raw, target = VARIANTS["rnn"], shared_tiny("llama")
-    draft = recorder(raw, tmp_path, confidence=0.4)
+@pytest.mark.parametrize(("variant", "confidence"), [("rnn", 0.4), ("DFlash2, z-lab", 0.0)])
+def test_rows_that_are_filled_again(variant: str, confidence: float, tmp_path: Path) -> None:
+    raw, target = VARIANTS[variant], shared_tiny("llama")
+    draft = recorder(raw, tmp_path, confidence=confidence)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, sampling=GREEDY, verify="exact", compile=False)
     prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(4)]
     requests = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
@@ -154,6 +165,9 @@ def test_what_the_drafter_decides(tmp_path: Path) -> None:
         (DSPARK | {"speculators_config": None, "sample_from_anchor": False}, 4, 4, False),
         (DEEPSPEC, 5, 5, False),
         (DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False}, 5, 5, True),
+        (DFLASH2, 3, 4, False),
+        (DFLASH2 | {"sample_from_anchor": True}, 3, 5, False),
+        (ZLAB2, 4, 4, False),
     ]
     for raw, default, most, deterministic in cases:
         draft = DFlash.from_pretrained(saved(raw, tmp_path), target)
@@ -163,10 +177,13 @@ def test_what_the_drafter_decides(tmp_path: Path) -> None:
         assert DFlash(draft.head, sampled=False).deterministic is True
 
 
-@pytest.mark.parametrize(("sampled", "verify"), [(True, "gumbel"), (False, None)])
-def test_the_text_is_that_of_no_draft(sampled: bool, verify: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "sampled", "confidence"), [("gated", True, 0.3), ("gated", False, 0.3), ("DFlash2", None, 0.0)]
+)
+def test_the_text_is_that_of_no_draft(variant: str, sampled: bool | None, confidence: float, tmp_path: Path) -> None:
     """With drafts that share the target's noise, or are not sampled."""
-    draft, found = recorder(VARIANTS["gated"], tmp_path, sampled=sampled, confidence=0.3), []
+    draft, found = recorder(VARIANTS[variant], tmp_path, sampled=sampled, confidence=confidence), []
+    verify = None if draft.deterministic else "gumbel"
     for source, schedule in ((None, None), (draft, Given([4, 2]))):
         options: dict[str, Any] = {"sampling": SamplingParams(temperature=[0.5, 1.0, 0.7]), "verify": verify}
         decoder = SpeculativeDecoder(shared_tiny("llama"), source, schedule=schedule, **options)
@@ -176,13 +193,18 @@ def test_the_text_is_that_of_no_draft(sampled: bool, verify: str | None, tmp_pat
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_steps_give_the_eager_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variant", "confidence"), [("rnn", 0.3), pytest.param("DFlash2", 0.0, marks=pytest.mark.slow)]
+)
+def test_compiled_steps_give_the_eager_tokens(
+    variant: str, confidence: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a second batch compiles nothing: one graph each for the block, a draft, the uniforms, the verification."""
     backend = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compilation, "compile_piece", partial(compile_piece, backend=backend))
     found = []
     for compile in (False, True):
-        draft = recorder(VARIANTS["rnn"], tmp_path, confidence=0.3)
+        draft = recorder(VARIANTS[variant], tmp_path, confidence=confidence)
         options: dict[str, Any] = {"sampling": MIXED, "schedule": "constant", "compile": compile}
         decoder = SpeculativeDecoder(shared_tiny("llama"), draft, num_draft_tokens=4, **options)
         for seed in (1, 2):
@@ -195,22 +217,25 @@ def test_compiled_steps_give_the_eager_tokens(tmp_path: Path, monkeypatch: pytes
 # The law.
 
 
-def small_head(**fields: Any) -> DFlashHead:
-    """Of a model with V tokens; it lacks two of them."""
+def small_head(kind: str) -> DFlashHead:
+    """Of a model with V tokens; a Markov head lacks two of them."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
     sizes |= {"num_hidden_layers": 1, "vocab_size": V}
-    of_block = {"aux_hidden_state_layer_ids": [0], "mask_token_id": V - 1, "draft_vocab_size": V - 2, "block_size": 3}
-    raw = with_layers(DSPARK, **sizes) | of_block | fields
+    selects = kind == "DFlash2"
+    parts = {"conv_kernel_size": 2, "selector_top_k": 3} if selects else {"markov_head_type": kind}
+    of_block = {"aux_hidden_state_layer_ids": [0], "mask_token_id": V - 1, "block_size": 3 + selects}
+    raw = with_layers(DFLASH2 if selects else DSPARK, **sizes) | of_block | parts
+    raw["draft_vocab_size"] = V if selects else V - 2
     torch.manual_seed(2)
     head = DFlashHead(read_drafter_config(raw), has_head=True).requires_grad_(False)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.7)
-    head.draft_of_target = torch.tensor([0, -1, 1, 2, -1, 3])
+    head.draft_of_target = None if selects else torch.tensor([0, -1, 1, 2, -1, 3])
     return head
 
 
 class Unconditional(DFlash):
-    """Reports the logits of the block, without what the drafts before add."""
+    """Reports the logits of the block, without what the drafts before add or leave."""
 
     def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any) -> Draft:
         draft = super().propose(tokens, lengths, num_draft_tokens, *others)
@@ -229,19 +254,19 @@ class Confident(DFlash):
         return Draft(torch.where(chosen > 0.3, draft.tokens, -1), draft.logits, draft.lse)
 
 
-@pytest.mark.parametrize(("kind", "confidence"), [("rnn", 0.5), ("gated", 0.0)])
+@pytest.mark.parametrize(("kind", "confidence"), [("rnn", 0.5), ("gated", 0.0), ("DFlash2", 0.0)])
 def test_sampled_text_has_the_law_of_the_target(kind: str, confidence: float, report: Report) -> None:
     model = tiny_transformer()
-    draft = DFlash(small_head(markov_head_type=kind), confidence=confidence)
+    draft = DFlash(small_head(kind), confidence=confidence)
     tokens = first_tokens(model, draft, 3, 0.8, FEWER_TRIALS)
-    expect_laws(report, f"loop, DSpark, {kind}", p_values(tokens, model_laws(model, 0.8)))
+    expect_laws(report, f"loop, block, {kind}", p_values(tokens, model_laws(model, 0.8)))
 
 
-@pytest.mark.parametrize("wrong", [Unconditional, Confident])
-def test_the_law_test_catches_wrong_drafts(wrong: type[DFlash], report: Report) -> None:
+@pytest.mark.parametrize(("wrong", "kind"), [(Unconditional, "rnn"), (Confident, "rnn"), (Unconditional, "DFlash2")])
+def test_the_law_test_catches_wrong_drafts(wrong: type[DFlash], kind: str, report: Report) -> None:
     model = tiny_transformer()
-    tokens = first_tokens(model, wrong(small_head(markov_head_type="rnn")), 3, 0.8, FEWER_TRIALS)
-    expect_caught(report, f"loop, DSpark, {wrong.__name__}", p_values(tokens, model_laws(model, 0.8)))
+    tokens = first_tokens(model, wrong(small_head(kind)), 3, 0.8, FEWER_TRIALS)
+    expect_caught(report, f"loop, block, {kind}, {wrong.__name__}", p_values(tokens, model_laws(model, 0.8)))
 
 
 # Files.
@@ -254,6 +279,9 @@ def test_configs_that_are_not_known() -> None:
     def inside(**fields: Any) -> dict[str, Any]:
         return DEEPSPEC | {"architectures": ["DSparkDraftModel"], "dflash_config": fields}
 
+    def with_inner(**fields: Any) -> dict[str, Any]:
+        return ZLAB2 | {"dflash_config": ZLAB2["dflash_config"] | fields}
+
     ids, expected = "aux_hidden_state_layer_ids", "config: expected "
     rope = {"sliding_attention": {"rope_theta": 9.0}, "full_attention": {"rope_theta": 9.0}}
     off = SLIDING | {"use_sliding_window": False}
@@ -261,7 +289,7 @@ def test_configs_that_are_not_known() -> None:
         (raw, ValueError, message)
         for raw, message in [
             # Other drafters.
-            (DSPARK | {"speculators_model_type": "dflash2"}, expected + ".*'dflash2'.* compute otherwise, and are not"),
+            (DSPARK | {"speculators_model_type": "xpress"}, expected + ".*'xpress'.* compute otherwise, and are not"),
             (DSPARK | {"speculators_model_type": "mtp"}, expected + ".*'mtp' .*stitch .* and use drafts.MTP"),
             (
                 DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]},
@@ -273,6 +301,16 @@ def test_configs_that_are_not_known() -> None:
             (inside(gru_hidden_dim=8), "config: dflash_config has gru_hidden_dim; known are attention_mode"),
             # Fields that change what is computed.
             (DEEPSPEC | {"hc_mult": 4}, expected + "hc_mult None or 0, got 4"),
+            *((DFLASH2 | {name: 9}, expected + f"{name} .*, got 9") for name in SUPPORTED),
+            *((ZLAB2 | {name: 9}, expected + f"{name} .*, got 9") for name in SUPPORTED),
+            (DFLASH2 | {"draft_vocab_size": KEPT}, expected + "draft_vocab_size None or 60, got 24"),
+            (DFLASH2 | {"conv_group_size": 5}, expected + "hidden_size % conv_group_size 0, got 2"),
+            (DFLASH2 | {"selector_top_k": 61}, expected + "selector_top_k <= 60, the tokens, got 61"),
+            *((DFLASH2 | {name: None}, expected + f"an int >= 1 as {name}, got None") for name in PARTS),
+            (with_inner(selector_rank=None), expected + "an int >= 1 as selector_rank, got None"),
+            (with_inner(markov_rank=4), "config: dflash_config has markov_rank; known are block_size, conv_group_size"),
+            (with_inner(projector_type="dflash"), expected + "projector_type None or 'dflash2', got 'dflash'"),
+            (ZLAB2 | {"model_type": "llama"}, expected + "model_type 'qwen3' or .*, got 'llama'"),
             (DSPARK | {"modality_head_rank": 128}, expected + "modality_head_rank None or 0, got 128"),
             (DEEPSPEC | {"dspark_draft_topk": 64}, expected + "dspark_draft_topk None or 0, got 64"),
             (DEEPSPEC | {"attention_sink_bias": True}, expected + "attention_sink_bias None or False, got True"),
@@ -331,6 +369,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         weights = {name: weight for name, weight in (new_weights(raw) | changes).items() if weight is not None}
         read_drafter(saved(raw, tmp_path, weights), torch.device("cpu"), torch.float32)
 
+    selector = "candidate_selector"
     small, rnn = torch.zeros(2), {"markov_head_type": "rnn"}
     cases: list[tuple[Any, type[Exception], str]] = [
         (case, ValueError, "(?s)draft: " + message)
@@ -344,6 +383,10 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
             ((DSPARK | rnn, {"markov_head.joint_proj.weight": None}), '.*Missing .*"markov_head.joint_proj.weight"'),
             ((DSPARK, {"markov_head.markov_w1.weight": small}), ".*size mismatch for markov_head.markov_w1.weight"),
             ((DFLASH, {"markov_head.markov_w1.weight": small}), '.*Unexpected .*"markov_head.markov_w1.weight"'),
+            ((DFLASH2, {f"{selector}.successor_codebook": None}), f'.*Missing .*"{selector}.successor_codebook"'),
+            ((DFLASH2, {f"{selector}.hidden_projection.bias": small}), f'.*Unexpected .*"{selector}.hidden_projection'),
+            ((ZLAB2, {"layers.1.mlp_conv.base_kernel": small}), ".*size mismatch for layers.1.mlp_conv.base_kernel"),
+            ((DFLASH, {"layers.0.mlp_conv.base_kernel": small}), '.*Unexpected .*"layers.0.mlp_conv.base_kernel"'),
             ((DSPARK, {"mask_embedding": small}), '.*Unexpected .*"mask_embedding"'),
             ((DEEPSPEC, {"embed_tokens.weight": small}), ".*size mismatch for embed_tokens.weight"),
             (

@@ -34,7 +34,7 @@ class Recorder(Recording, Eagle3):
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fewer tokens, Qwen's norms": {"draft_vocab_size": 20, "normalises_queries": True, "fc_norm": True},
-    "normed feedback, window": {"norm_before_feedback": True, "window": 4, "norm_before_residual": True},
+    "normed feedback, window": {"norm_before_feedback": True, "windows": (4,), "norm_before_residual": True},
 }
 
 

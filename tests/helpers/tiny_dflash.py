@@ -92,6 +92,25 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
+def convolution(x: Tensor, kernel: Tensor | None) -> Tensor:
+    """DFlash2's, of x [n, H] with weights [n, taps, H]; None = none."""
+    if kernel is None:
+        return x
+    rows = [sum(kernel[n, tap] * x[n - tap] for tap in range(min(kernel.shape[1], n + 1))) for n in range(len(x))]
+    return torch.stack(rows)  # type: ignore[arg-type]
+
+
+def convolved(own: dict[str, Tensor], name: str, read: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A sublayer's input [n, H] after the convolution before it, and the weights of the one after it."""
+    base = own.get(f"{name}.base_kernel")
+    if base is None:
+        return read, None
+    groups = (read @ own[f"{name}.kernel_projection.weight"].T).view(len(read), 2, base.shape[1], -1)
+    size = read.shape[1] // groups.shape[-1]
+    kernels = torch.stack([base[:, :, c] + groups[..., c // size] for c in range(read.shape[1])], -1)
+    return convolution(read, kernels[:, 0]), kernels[:, 1]
+
+
 def block_states(
     raw: dict[str, Any],
     weights: dict[str, Tensor],
@@ -112,7 +131,7 @@ def block_states(
             split = projected.unflatten(-1, (-1, raw["head_dim"])).transpose(0, 1)
             return split if name == "v" else norm(split, own[f"self_attn.{name}_norm.weight"], eps)
 
-        read = norm(block, own["input_layernorm.weight"], eps)
+        read, kernel = convolved(own, "attention_conv", norm(block, own["input_layernorm.weight"], eps))
         queries = rotated(heads(read, "q"), new, theta)
         both = torch.cat([text, read])
         keys, values = rotated(heads(both, "k"), places, theta), heads(both, "v")
@@ -121,10 +140,11 @@ def block_states(
         hidden = ~is_seen(raw, layer, new.unsqueeze(1), places.unsqueeze(0))
         shares = scores.masked_fill(hidden, -math.inf).softmax(-1)
         mixed = (shares @ values.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
-        block = block + F.linear(mixed, own["self_attn.o_proj.weight"], own.get("self_attn.o_proj.bias"))
-        read = norm(block, own["post_attention_layernorm.weight"], eps)
+        mixed = F.linear(mixed, own["self_attn.o_proj.weight"], own.get("self_attn.o_proj.bias"))
+        block = block + convolution(mixed, kernel)
+        read, kernel = convolved(own, "mlp_conv", norm(block, own["post_attention_layernorm.weight"], eps))
         gated = F.silu(read @ own["mlp.gate_proj.weight"].T) * (read @ own["mlp.up_proj.weight"].T)
-        block = block + gated @ own["mlp.down_proj.weight"].T
+        block = block + convolution(gated @ own["mlp.down_proj.weight"].T, kernel)
     return norm(block, weights["norm.weight"], eps)
 
 

@@ -1,5 +1,5 @@
-"""Tiny drafters of speculators and DeepSpec, and what they compute in plain steps over a whole text, from the facts of
-the two layouts."""
+"""Tiny drafters of speculators, DeepSpec and DFlash2, and what they compute in plain steps over a whole text, from the
+facts of the layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny_dflash import MASK, SIZES, block_states
+from tiny_dflash import MASK, SIZES, ZLAB, block_states
 from tiny_models import VOCAB
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,6 +42,10 @@ MARKOV: dict[str, Any] = {
 DSPARK = DFLASH | MARKOV | {"speculators_model_type": "dspark", "speculators_config": {"proposal_methods": [METHOD]}}
 DEEPSPEC: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], "num_target_layers": 2, "target_layer_ids": [-1, 1]}
 DEEPSPEC |= {"block_size": BLOCK, "mask_token_id": MASK} | LAYER | MARKOV
+PARTS = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": RANK, "selector_top_k": 6}
+DFLASH2 = DFLASH | PARTS | {"speculators_model_type": "dflash2", "speculators_config": {"proposal_methods": [METHOD]}}
+ZLAB2 = ZLAB | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+ZLAB2 |= {"dflash_config": {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [1, 0]} | PARTS}
 
 
 def with_layers(raw: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def with_layers(raw: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def new_head(raw: dict[str, Any], seed: int = 0) -> DFlashHead:
     """A random drafter in float64. DeepSpec's have embeddings and a head, speculators' a head if they have fewer tokens
     than the target."""
-    of_deepspec, kept = "speculators_model_type" not in raw, raw.get("draft_vocab_size", VOCAB)
+    of_deepspec, kept = raw["architectures"] == ["Qwen3DSparkModel"], raw.get("draft_vocab_size", VOCAB)
     torch.manual_seed(seed)
     head = DFlashHead(read_drafter_config(raw), of_deepspec, of_deepspec or kept < VOCAB).double()
     for name, parameter in head.named_parameters():
@@ -87,7 +91,7 @@ def is_seen(raw: dict[str, Any], layer: int, query: Tensor, key: Tensor) -> Tens
     if layers.get("layer_types", ["full_attention"] * 9)[layer] == "full_attention":
         return torch.ones_like(query - key, dtype=torch.bool)
     in_text = (key < newest) & (key >= newest - layers["sliding_window"])
-    return in_text | (key >= newest) & ((key <= query) | bool(raw.get("sliding_window_non_causal")))
+    return in_text | (key >= newest) & ((key <= query) | raw.get("sliding_window_non_causal", "selector_rank" in raw))
 
 
 def plain_drafts(
@@ -97,7 +101,8 @@ def plain_drafts(
     the drafter has them."""
     layer = raw.get("transformer_layer_config", raw)
     seen = [] if layer is raw else [lambda _, *places: is_seen(raw, *places)]
-    ids = raw.get("aux_hidden_state_layer_ids") or [each + 1 for each in raw["target_layer_ids"]]
+    own = raw | raw.get("dflash_config", {})
+    ids = own.get("aux_hidden_state_layer_ids") or [each + 1 for each in own["target_layer_ids"]]
     states = target(text[None], output_hidden_states=True, use_cache=False).hidden_states
     block = torch.full((BLOCK,), MASK)
     block[0] = text[-1]
@@ -107,7 +112,7 @@ def plain_drafts(
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
     heads = {name.partition(".")[2]: weight for name, weight in weights.items()}
     # Where the newest token gives no draft, it still moves the state.
-    first = 0 if raw.get("sample_from_anchor", raw.get("speculators_model_type") != "dflash") else 1
+    first = 0 if raw.get("sample_from_anchor", "markov_rank" in raw) else 1
     state, previous = torch.zeros(RANK, dtype=torch.float64), [text[-1]] * (first + 1) + list(drafts[:-1])
     logits, confidences = [], []
     for read, token in zip(hidden, previous, strict=False):
@@ -126,6 +131,14 @@ def plain_drafts(
             read = torch.cat([read, embedded]) if raw["confidence_head_with_markov"] else read
         if "proj.bias" in heads:
             confidences.append(torch.sigmoid(heads["proj.weight"] @ read + heads["proj.bias"]))
+        if "successor_codebook" in heads:
+            context = heads["predecessor_codebook"][token] * (heads["hidden_projection.weight"] @ read)
+            scores, candidates = (
+                found + heads["successor_codebook"] @ context,
+                found.topk(own["selector_top_k"]).indices,
+            )
+            found = torch.full_like(found, -torch.inf)
+            found[candidates] = scores[candidates]
         if "d2t" in weights:
             tokens = torch.arange(len(found)) + weights["d2t"]
             found = torch.full((VOCAB,), -torch.inf, dtype=found.dtype).scatter(0, tokens, found)

@@ -26,6 +26,7 @@ from .lookup_else import LookupElse
 from .model import ModelDraft
 from .mtp import MTP
 from .ngram import NGram
+from .peagle import PEagle
 from .quantised import quantised_copy
 from .token_map import TokenMap
 
@@ -44,6 +45,7 @@ __all__ = [
     "LookupElse",
     "ModelDraft",
     "NGram",
+    "PEagle",
     "PromptLookup",
     "SuffixLookup",
     "TokenMap",

@@ -27,19 +27,21 @@ class DFlash(PublishedDraft):
     block's keys and values are overwritten once its tokens are known. The forward always reads the whole block. Each
     mask gives a draft, and where the drafter was trained so, the newest token too.
 
-    A DSpark drafter (DeepSeek-AI 2026) has a Markov head: it adds W2 z to the logits of draft j, where z depends on the
-    draft before (r numbers), and on the hidden state at j and a state of the block for some kinds. This takes K small
-    products, and no forward. Its drafts depend on each other, so they are sampled. Other drafters give the likeliest
-    tokens, at any temperature: drawn independently, fewer are accepted.
+    A DFlash2 drafter (z-lab 2026) has convolutions around the sublayers of its network, and a selector: draft j is one
+    of the likeliest tokens, and the score of each depends on the draft before and the hidden state at j. A DSpark
+    drafter (DeepSeek-AI 2026) has a Markov head: it adds W2 z to the logits of draft j, where z depends on the draft
+    before (r numbers), and on the hidden state at j and a state of the block for some kinds. Both take K small
+    products, and no forward. Their drafts depend on each other, so they are sampled. A DFlash drafter gives the
+    likeliest tokens, at any temperature: drawn independently, fewer are accepted.
 
-    `from_pretrained` reads drafters in z-lab's layout (`architectures: ["DFlashDraftModel"]`), transformers'
-    (`MuseGlimmerAssistantModel`), the speculators library's (`speculators_model_type: "dflash"` and `"dspark"`), and
-    DeepSpec's and SpecForge's (`["Qwen3DSparkModel"]`, `["DSparkDraftModel"]`).
+    `from_pretrained` reads drafters in z-lab's layout (`architectures: ["DFlashDraftModel"]`, `["DFlash2DraftModel"]`),
+    transformers' (`MuseGlimmerAssistantModel`), the speculators library's (`speculators_model_type: "dflash"`,
+    `"dflash2"` and `"dspark"`), and DeepSpec's and SpecForge's (`["Qwen3DSparkModel"]`, `["DSparkDraftModel"]`).
 
     Args:
         head: the network, as `from_pretrained` reads it.
         sampled: True = drafts are sampled, False = they are the likeliest tokens; None = sampled if the drafter has a
-            Markov head. The default of `verify` follows.
+            Markov head or a selector. The default of `verify` follows.
         confidence: in [0, 1). A row's drafts end before the first that the target accepts with a smaller probability,
             as the drafter's confidence head estimates it from the drafts before; 0 = never. Raises ValueError outside
             this range, and above 0 for a drafter without this head; TypeError for another type.
@@ -67,7 +69,7 @@ class DFlash(PublishedDraft):
             raise ValueError(f"confidence: expected a number in [0, 1), got {confidence!r}")
         if confidence > 0 and head.confidence_head is None:
             raise ValueError(f"confidence: expected 0, because this drafter has no confidence head, got {confidence}")
-        self.deterministic = head.markov_head is None if sampled is None else not sampled
+        self.deterministic = not head.is_conditional if sampled is None else not sampled
         self.confidence = confidence
         self.max_draft_tokens = config.most_drafts
         self.default_draft_tokens = config.num_drafts or config.most_drafts
@@ -126,7 +128,7 @@ class DFlash(PublishedDraft):
         ends, positions = lengths.unsqueeze(1), self._new_positions(lengths)
         read = self._piece(self._read_block, num_draft_tokens, positions.shape[1])
         logits, hidden, state = read(tokens, ends, positions, num_draft_tokens)
-        are_independent = self.head.markov_head is None and self.confidence == 0
+        are_independent = not self.head.is_conditional and self.confidence == 0
         if self.deterministic and are_independent and sampling.processors is None:
             return Draft(self.head.target_logits(logits).argmax(-1))
 
@@ -152,11 +154,9 @@ class DFlash(PublishedDraft):
             bias, state = head.markov_head(previous, hidden, state)
             logits = logits + bias.unsqueeze(1).to(logits.dtype)
         logits = head.target_logits(logits)
-        if self.deterministic:
-            processed = logits if text is None else sampling.process(logits, text, ends)
-            token, of_token, lse = processed.argmax(-1).squeeze(1), None, None
-        else:
-            token, of_token, lse = sampling.draw(logits, numbers, text, ends)
+        if head.candidate_selector is not None:
+            logits = head.candidate_selector(logits, previous, hidden)
+        token, of_token, lse = self._pick(logits, ends, numbers, sampling, text)
         if self.confidence > 0:
             token = torch.where(head.confidence_of(previous, hidden) < self.confidence, -1, token)
         return token, of_token, lse, state
@@ -165,7 +165,8 @@ class DFlash(PublishedDraft):
         self, tokens: Tensor, ends: Tensor, positions: Tensor, num_drafts: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Read the features at positions [B, n]. Return for the places that give drafts the logits [B, K, D], before
-        the Markov head, and the hidden states [B, K, H]; and the first state [B, r] of the Markov head."""
+        the Markov head or the selector, and the hidden states [B, K, H]; and the first state [B, r] of the Markov
+        head."""
         head, config, target = self.head, self.head.config, self._target
         self._read_text(tokens, ends, positions)
         newest = tokens.gather(1, ends - 1)

@@ -1,11 +1,11 @@
-"""Reads published DFlash and DSpark drafters, configs and safetensors, in five layouts.
+"""Reads published DFlash, DSpark and DFlash2 drafters, configs and safetensors, in five layouts.
 
 | layout | features of layer i | first draft | a window of w tokens |
 | --- | --- | --- | --- |
 | z-lab's | the output of layer i | at the first mask | w - 1 before each token, w - 1 after if not `is_causal` |
 | transformers' (Muse Glimmer) | its output | at the first mask | w before each token, w after it unless `is_causal` |
 | DeepSpec's, SpecForge's DSpark | its output, -1 = the embeddings | at the newest token | z-lab's |
-| speculators' | its input | DFlash: at the first mask, DSpark: at the newest token | w before the block |
+| speculators' | its input | at the first mask, DSpark: at the newest token | w before the block |
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torch import nn
 from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .dflash_head import DFlashConfig, DFlashHead
 from .layers import (
+    NOT_NEEDED,
+    SUPPORTED,
     check_known,
+    default_drafts,
     draft_tokens,
     is_set,
     joined,
@@ -34,24 +37,17 @@ from .layers import (
 )
 from .markov import KINDS
 
-ZLAB, SPECFORGE, DEEPSPEC, MUSE = "DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "muse_glimmer_assistant"
+ZLAB, ZLAB2, SPECFORGE, DEEPSPEC = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel"
+MUSE = "muse_glimmer_assistant"
+METHODS = {(ZLAB,): "dflash", (ZLAB2,): "dflash2", (SPECFORGE,): "dspark", (DEEPSPEC,): "dspark"}
 MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-# Copies of the target's weights that only speculators' training needs.
-NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 FIELDS = {"block_size", "mask_token_id", "target_layer_ids", "projector_type"}
 FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+DFLASH2_FIELDS = FIELDS | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 DSPARK_FIELDS = FIELDS | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 # These two say how SpecForge trained.
 DSPARK_FIELDS |= {"attention_mode", "confidence_head_alpha"}
-# The values that `DFlash` supports of fields that change what a drafter computes; None = not given.
-ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "logit_scale": (None, 1),
-    "is_neox_style": (None, True),
-    **dict.fromkeys(("attention_sink_bias", "use_swa"), (None, False)),
-    **dict.fromkeys(("hc_mult", "modality_head_rank", "dspark_draft_topk", "markov_topk"), (None, 0)),
-}
 
 
 def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
@@ -87,22 +83,23 @@ def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.devic
 def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """The config of a drafter, given the content of config.json in any layout."""
     kind, architectures, model_type = raw.get("speculators_model_type"), raw.get("architectures"), raw.get("model_type")
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dflash2", "dspark"):
         return _of_speculators(raw, kind)
-    if kind is None and (model_type == MUSE or architectures in ([ZLAB], [SPECFORGE], [DEEPSPEC])):
-        return _of_publishers(raw, architectures in ([SPECFORGE], [DEEPSPEC]))
+    method = "dflash" if model_type == MUSE else METHODS.get(tuple(architectures or ()))
+    if kind is None and method is not None:
+        return _of_publishers(raw, method)
     advice = "stitch speculators' MTP layers into the target's checkpoint and use drafts.MTP"
     raise ValueError(
-        f"config: expected architectures {[ZLAB]}, {[SPECFORGE]} or {[DEEPSPEC]}, speculators_model_type 'dflash' or "
-        f"'dspark', or model_type {MUSE!r}, got {architectures}, {kind!r} and {model_type!r}; "
-        + (advice if kind == "mtp" else "DFlash2, Domino and other drafters compute otherwise, and are not read")
+        f"config: expected architectures {[ZLAB]}, {[ZLAB2]}, {[SPECFORGE]} or {[DEEPSPEC]}, speculators_model_type "
+        f"'dflash', 'dflash2' or 'dspark', or model_type {MUSE!r}, got {architectures}, {kind!r} and {model_type!r}; "
+        + (advice if kind == "mtp" else "Domino, XPress and other drafters compute otherwise, and are not read")
     )
 
 
-def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
+def _of_publishers(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     """The layouts of z-lab, transformers, DeepSpec and SpecForge."""
-    is_muse = raw.get("model_type") == MUSE
-    known = DSPARK_FIELDS if is_dspark else FIELDS
+    is_muse, is_dspark = raw.get("model_type") == MUSE, kind == "dspark"
+    known = {"dflash": FIELDS, "dflash2": DFLASH2_FIELDS, "dspark": DSPARK_FIELDS}[kind]
     fields = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", known)
     # `target_layer_ids` counts layer outputs; `eagle_aux_hidden_state_layer_ids`, which vLLM reads first, counts
     # inputs.
@@ -113,7 +110,7 @@ def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
         ("num_aux_hidden_states", raw.get("num_aux_hidden_states"), (None, len(feature_layers))),
         ("draft_vocab_size", raw.get("draft_vocab_size"), (None, raw.get("vocab_size"))),
         ("is_causal", raw.get("is_causal"), (None, True, False)),
-        ("projector_type", fields.get("projector_type"), (None, "dspark" if is_dspark else "dflash")),
+        ("projector_type", fields.get("projector_type"), (None, kind)),
         ("sample_from_anchor", raw.get("sample_from_anchor"), (None, is_dspark)),
     )
 
@@ -131,6 +128,7 @@ def _of_publishers(raw: Mapping[str, Any], is_dspark: bool) -> DFlashConfig:
         feature_layers,
         # SpecForge's configs may name the weight of the confidence loss instead.
         **(_dspark_heads(fields, bool(fields.get("confidence_head_alpha")), reads_markov=False) if is_dspark else {}),
+        **(_dflash2_parts(raw, fields) if kind == "dflash2" else {}),
         first_place=0 if is_dspark else 1,
         num_target_layers=raw.get("num_target_layers"),
         embedding_scale=number_of(fields, "input_embedding_scale", 1.0),
@@ -144,7 +142,7 @@ def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     if not isinstance(layer, Mapping):
         raise ValueError(f"config: expected an object as transformer_layer_config, got {layer!r}")
     slides = "sliding_attention" in (layer.get("layer_types") or ())
-    after = None if is_set(raw, "sliding_window_non_causal") else 0
+    after = None if is_set(raw, "sliding_window_non_causal", default=kind == "dflash2") else 0
     check_known(
         ("model_type", layer.get("model_type"), ("qwen3", "llama")),
         ("use_sliding_window", layer.get("use_sliding_window"), (None, True) if slides else (None, True, False)),
@@ -155,32 +153,16 @@ def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
         lambda kind: (size_of(layer, "sliding_window"), after) if kind == "sliding_attention" else (None, None),
         layer_ids(raw, "aux_hidden_state_layer_ids"),
         **(_dspark_heads(raw, is_enabled=True, reads_markov=True) if is_dspark else {}),
+        **(_dflash2_parts(layer, raw) if kind == "dflash2" else {}),
         first_place=0 if is_set(raw, "sample_from_anchor", default=is_dspark) else 1,
         draft_vocab_size=size_of(raw, "draft_vocab_size"),
         window_of_block=True,
         reads_last_norm=False,
     )
-    return replace(config, num_drafts=_default_drafts(raw.get("speculators_config") or {}, kind, config.most_drafts))
-
-
-def _default_drafts(fields: Mapping[str, Any], kind: str, most: int) -> int:
-    """The number of drafts of the default method in `speculators_config`."""
-    methods, name = fields.get("proposal_methods") or [], fields.get("default_proposal_method")
-    for method in methods:
-        check_known(
-            # Rules that accept other tokens than the target's.
-            ("accept_tolerance", method.get("accept_tolerance"), (None, 0)),
-            ("verifier_accept_k", method.get("verifier_accept_k"), (None, 0, 1)),
-        )
-    check_known(
-        ("algorithm in speculators_config", fields.get("algorithm"), (None, kind)),
-        ("default_proposal_method", name, (None, *(method.get("proposal_type") for method in methods))),
-    )
-    chosen = [method for method in methods if name in (None, method.get("proposal_type"))]
-    count = size_of(chosen[0] if chosen else {}, "speculative_tokens", most)
-    if count > most:
+    count, most = default_drafts(raw, kind), config.most_drafts
+    if count is not None and count > most:
         raise ValueError(f"config: expected speculative_tokens <= {most}, the drafts of a block, got {count}")
-    return count
+    return replace(config, num_drafts=count)
 
 
 def _dspark_heads(fields: Mapping[str, Any], is_enabled: bool, reads_markov: bool) -> dict[str, Any]:
@@ -199,6 +181,24 @@ def _dspark_heads(fields: Mapping[str, Any], is_enabled: bool, reads_markov: boo
     }
 
 
+def _dflash2_parts(layer: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of DFlash2's convolutions and selector."""
+    hidden, vocab_size = size_of(layer, "hidden_size"), size_of(layer, "vocab_size")
+    group_size, top_k = size_of(fields, "conv_group_size"), size_of(fields, "selector_top_k")
+    check_known(
+        ("draft_vocab_size", fields.get("draft_vocab_size"), (None, vocab_size)),
+        ("hidden_size % conv_group_size", hidden % group_size, (0,)),
+    )
+    if top_k > vocab_size:
+        raise ValueError(f"config: expected selector_top_k <= {vocab_size}, the tokens, got {top_k}")
+    return {
+        "conv_taps": size_of(fields, "conv_kernel_size"),
+        "conv_group_size": group_size,
+        "selector_rank": size_of(fields, "selector_rank"),
+        "selector_top_k": top_k,
+    }
+
+
 def _config(
     layer: Mapping[str, Any],
     fields: Mapping[str, Any],
@@ -208,9 +208,9 @@ def _config(
 ) -> DFlashConfig:
     """The config, from the fields of the layers and those of the drafter."""
     # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
-    knows_tokens = "markov_rank" in others or "draft_vocab_size" in others
+    knows_tokens = not others.keys().isdisjoint({"markov_rank", "draft_vocab_size", "selector_rank"})
     check_known(
-        *((name, fields.get(name), known) for name, known in ONLY.items()),
+        *((name, fields.get(name), known) for name, known in SUPPORTED.items()),
         ("target_hidden_size", fields.get("target_hidden_size"), (None, layer.get("hidden_size"))),
     )
     return DFlashConfig(

@@ -1,4 +1,4 @@
-"""The network of DFlash and DSpark drafters (Chen et al. 2026, arXiv:2602.06036; DeepSeek-AI 2026, DeepSpec)."""
+"""The network of DFlash (Chen et al. 2026, arXiv:2602.06036), DFlash2 and DSpark (DeepSeek-AI 2026) drafters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .dflash2 import CandidateSelector, ConvolvedLayer
 from .layers import Attention, DecoderLayer, LayerConfig, Norm, rope_frequencies, rotation, spread_logits
 from .markov import ConfidenceHead, MarkovHead
 
@@ -32,6 +33,8 @@ class DFlashConfig(LayerConfig):
         markov_rank, markov_kind: of the `MarkovHead`; 0 = the drafter has none.
         has_confidence, confidence_reads_markov: the drafter has a `ConfidenceHead`, and it reads the embedding of the
             Markov head.
+        conv_taps, conv_group_size: of the `DynamicConvolution` around every sublayer; 0 = the drafter has none.
+        selector_rank, selector_top_k: of the `CandidateSelector`; 0 = the drafter has none.
         num_drafts: K by default; None = the most.
         embedding_scale: multiplies the target's embeddings.
         output_multiplier, softcap: the logits are softcap * tanh(output_multiplier * head / softcap); None = no cap.
@@ -51,6 +54,10 @@ class DFlashConfig(LayerConfig):
     markov_kind: str = "vanilla"
     has_confidence: bool = False
     confidence_reads_markov: bool = False
+    conv_taps: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     num_drafts: int | None = None
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
@@ -82,7 +89,10 @@ class DFlashHead(nn.Module):
         hidden, eps, rank = config.hidden_size, config.norm_eps, config.markov_rank
         self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
         self.hidden_norm = Norm(hidden, eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, hidden) for _ in config.sees)
+        taps, group_size = config.conv_taps, config.conv_group_size
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(config, taps, group_size) if taps > 0 else DecoderLayer(config, hidden) for _ in config.sees
+        )
         self.norm = Norm(hidden, eps)
         # Without these parts, a drafter need not know the vocabulary.
         vocab_size = config.vocab_size or 0
@@ -92,6 +102,10 @@ class DFlashHead(nn.Module):
         self.markov_head = None
         if rank > 0:
             self.markov_head = MarkovHead(config.markov_kind, vocab_size, draft_vocab_size, hidden, rank)
+        self.candidate_selector = None
+        if config.selector_rank > 0:
+            sizes = config.selector_rank, config.selector_top_k
+            self.candidate_selector = CandidateSelector(vocab_size, hidden, *sizes)
         width = hidden + (rank if config.confidence_reads_markov else 0)
         self.confidence_head = ConfidenceHead(width) if config.has_confidence else None
         self.register_buffer("draft_of_target", None, persistent=False)
@@ -111,6 +125,11 @@ class DFlashHead(nn.Module):
         for layer, attention in zip(layers, attentions, strict=True):
             hidden = layer.add(hidden, layer.input_layernorm(hidden), cos, sin, attention)
         return self.norm(hidden)
+
+    @property
+    def is_conditional(self) -> bool:
+        """True = the logits of a draft depend on the drafts before it."""
+        return self.markov_head is not None or self.candidate_selector is not None
 
     def target_logits(self, logits: Tensor) -> Tensor:
         """The logits [.., V] of the target's tokens, -inf for tokens that the drafter lacks, from the drafter's [..,

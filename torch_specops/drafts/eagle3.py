@@ -14,20 +14,71 @@ from .feature import PublishedDraft, check_target
 from .model import SequentialDraft
 
 
-class Eagle3(PublishedDraft, SequentialDraft):
-    """Drafts with one decoder layer that reads the hidden states of the target (an EAGLE-3 head).
+class PairDraft(PublishedDraft):
+    """A source whose network reads pairs: the feature of a token and the embedding of the token after it."""
+
+    head: Eagle3Head
+
+    def __init__(self, head: Eagle3Head) -> None:
+        super().__init__(head)
+        self.vocab_size = head.config.vocab_size
+        self.default_draft_tokens = head.config.num_drafts
+        self._num_caches = len(head.config.windows)
+
+    def bind(self, target: LanguageModel) -> None:
+        model, config = feature_model(target), self.head.config
+        layers = config.feature_layers
+        if layers is None:
+            layers = (2, model.num_layers // 2, model.num_layers - 3)
+        sizes = {
+            "vocab_size": (config.vocab_size, model.vocab_size),
+            "target_hidden_size": (config.target_hidden_size, model.hidden_size),
+            "num_target_layers": (config.num_target_layers, model.num_layers),
+        }
+        check_target(sizes, layers, model.num_layers - 1)
+        if self.head.embed_tokens is None and config.hidden_size != model.hidden_size:
+            raise ValueError(
+                f"draft: the head has no embed_tokens, and the target's are {model.hidden_size} wide; "
+                f"expected {config.hidden_size}"
+            )
+        self.feature_layers = layers
+        super().bind(target)
+
+    def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The head's output [A, n, H] at pairs [A, n]. A sequence of one token has no pair: that token is read with a
+        feature of zeros."""
+        following = self._following(tokens, ends, positions)
+        return self._read(self.head.fuse(self._features(ends, positions, rows)), following, positions, rows)
+
+    def _following(self, tokens: Tensor, ends: Tensor, positions: Tensor) -> Tensor:
+        """The tokens [A, n] of the pairs at positions [A, n]."""
+        return tokens.gather(1, torch.minimum(positions + 1, ends - 1))
+
+    def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The head's output [A, n, H] from the features `hidden` [A, n, H] and the tokens [A, n] after them."""
+        windows = (None if window is None else Window(window) for window in self.head.config.windows)
+        attentions = [
+            self._attention(cache, spans_of(positions, window), positions, rows)
+            for cache, window in zip(self._caches, windows, strict=True)
+        ]
+        embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
+        return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attentions)
+
+
+class Eagle3(PairDraft, SequentialDraft):
+    """Drafts with a decoder layer, or a few, over the hidden states of the target (an EAGLE-3 head).
 
     Pair i is the feature of token i (the inputs of three of the target's layers) and the embedding of token i + 1; from
     it the head predicts token i + 2. The first forward of a step reads the pairs of all tokens that the target has read
-    since the last step; their keys and values overwrite those of drafts. Every further draft costs a forward of one
-    layer over one token, with the layer's output as the feature.
+    since the last step; their keys and values overwrite those of drafts. Every further draft costs a forward of the
+    head over one token, with the last layer's output as the feature.
 
     The head's vocabulary may be smaller than the target's. Tokens that it lacks get the logit -inf and are never
     proposed.
     Verification uses these logits, so the target's distribution is kept.
 
-    `from_pretrained` reads heads as EAGLE and SpecForge save them (`architectures: ["LlamaForCausalLMEagle3"]`), and as
-    the speculators library does (`speculators_model_type: "eagle3"`).
+    `from_pretrained` reads heads as EAGLE and SpecForge save them (`architectures: ["LlamaForCausalLMEagle3"]`), as the
+    speculators library does (`speculators_model_type: "eagle3"`), and as DeepSpec does (`["Qwen3Eagle3Model"]`).
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -42,28 +93,7 @@ class Eagle3(PublishedDraft, SequentialDraft):
         tensor([11])
     """
 
-    head: Eagle3Head
     _read_head = staticmethod(read_head)
-
-    def __init__(self, head: Eagle3Head) -> None:
-        super().__init__(head)
-        self.vocab_size = head.config.vocab_size
-
-    def bind(self, target: LanguageModel) -> None:
-        model, config = feature_model(target), self.head.config
-        layers = config.feature_layers
-        if layers is None:
-            layers = (2, model.num_layers // 2, model.num_layers - 3)
-        sizes = {"vocab_size": (config.vocab_size, model.vocab_size)}
-        sizes |= {"target_hidden_size": (config.target_hidden_size, model.hidden_size)}
-        check_target(sizes, layers, model.num_layers - 1)
-        if self.head.embed_tokens is None and config.hidden_size != model.hidden_size:
-            raise ValueError(
-                f"draft: the head has no embed_tokens, and the target's are {model.hidden_size} wide; "
-                f"expected {config.hidden_size}"
-            )
-        self.feature_layers = layers
-        super().bind(target)
 
     def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         return tokens, self._new_positions(lengths)
@@ -78,16 +108,3 @@ class Eagle3(PublishedDraft, SequentialDraft):
         else:
             output = self._read(self.head.feedback(output), tokens, positions)
         return self.head.target_logits(output), output
-
-    def _read_text(self, tokens: Tensor, ends: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The head's output [A, n, H] at pairs [A, n]. A sequence of one token has no pair: that token is read with a
-        feature of zeros."""
-        following = tokens.gather(1, torch.minimum(positions + 1, ends - 1))
-        return self._read(self.head.fuse(self._features(ends, positions, rows)), following, positions, rows)
-
-    def _read(self, hidden: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The head's output [A, n, H] from the features `hidden` [A, n, H] and the tokens [A, n] after them."""
-        window = None if self.head.config.window is None else Window(self.head.config.window)
-        attention = self._attention(self._caches[0], spans_of(positions, window), positions, rows)
-        embed = self._target.embed if self.head.embed_tokens is None else self.head.embed_tokens
-        return self.head.read(hidden, embed(tokens).to(hidden.dtype), positions, attention)

@@ -1,12 +1,14 @@
-"""Reads published EAGLE-3 heads, configs and safetensors, in two formats.
+"""Reads published EAGLE-3 and P-EAGLE heads, configs and safetensors, in three formats.
 
-The formats differ in three points:
+The formats differ in these points:
 
-- EAGLE and SpecForge call the layer "midlayer", speculators "layers.0".
+- EAGLE and SpecForge call the first layer "midlayer", speculators and DeepSpec "layers.0".
 - Layer ids inside `eagle_config` name the layers whose outputs are the features (SpecForge, SGLang, TensorRT-LLM).
-  Outside it, in both formats, they name the layers whose inputs are the features (vLLM): 1 more.
-- speculators has the layer's sizes in `transformer_layer_config`, EAGLE at the top level. In EAGLE's format the head's
-  fields are also read from `eagle_config`.
+  Outside it, in EAGLE's and speculators' formats, they name the layers whose inputs are the features (vLLM): 1 more.
+  DeepSpec's `target_layer_ids` name layers by their outputs.
+- speculators has the layers' sizes in `transformer_layer_config`, the others at the top level. In EAGLE's format the
+  head's fields are also read from `eagle_config`.
+- The token of P-EAGLE's masks is `mask_token_id` in speculators' format, `ptd_token_id` or `pard_token` in EAGLE's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from torch import Tensor
 from ..models.checkpoint import checkpoint_folder, filled, open_weights, read_json
 from .eagle3_head import Eagle3Config, Eagle3Head
 from .layers import (
+    NOT_NEEDED,
+    SUPPORTED,
     check_known,
+    default_drafts,
     draft_tokens,
     is_set,
     joined,
@@ -34,30 +39,36 @@ from .layers import (
 )
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model"
+MASK_TOKENS = ("ptd_token_id", "pard_token")
 # The values that `Eagle3Head` supports; None = not given.
-ONLY: dict[str, tuple[Any, ...]] = {
+ONLY: dict[str, tuple[Any, ...]] = SUPPORTED | {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (None, True)),
-    **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn", "parallel_drafting"), (None, False)),
+    **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn"), (None, False)),
     "next_layer_regular": (None, True),
     "parallel_draft_step": (None, 1),
     "parallel_draft_heads_num_layers": (None, 0, 1),
-    "logit_scale": (None, 1),
     "is_causal": (None, True),
-    # DeepSpec's name for the feature layers, which vLLM reads last.
+    # DeepSpec's name for the feature layers, which vLLM reads last in EAGLE's format.
     "target_layer_ids": (None,),
 }
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm")
 FIELDS = {*ONLY, *SWITCHES, LAYER_IDS, "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size"}
-# Copies of the target's weights that only training needs.
-NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
+FIELDS |= {"parallel_drafting"}
 
 
-def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype) -> Eagle3Head:
-    """Read a head from a folder or a hub repository. Raises the errors of `Eagle3.from_pretrained`."""
+def read_head(
+    folder_or_id: str | os.PathLike[str], device: torch.device, dtype: torch.dtype, is_parallel: bool = False
+) -> Eagle3Head:
+    """Read a head from a folder or a hub repository; `is_parallel` is as in `read_config`. Raises the errors of
+    `Eagle3.from_pretrained`."""
     folder = checkpoint_folder(folder_or_id)
-    config = read_config(read_json(folder))
+    config = read_config(read_json(folder), is_parallel)
     weights = _own_names({name: read() for name, read in open_weights(folder).items()})
     offsets, is_drafted = weights.pop("d2t", None), weights.pop("t2d", None)
+    if is_parallel and "mask_hidden" in weights:
+        # [1, F * H] in EAGLE's format, [1, 1, F * H] in speculators'.
+        weights["mask_hidden"] = weights["mask_hidden"].reshape(1, 1, -1)
     with torch.device("meta"):
         head = Eagle3Head(config, "embed_tokens.weight" in weights)
     head.frequencies = rope_frequencies(config).to(device)
@@ -67,34 +78,49 @@ def read_head(folder_or_id: str | os.PathLike[str], device: torch.device, dtype:
     return filled(head, weights, folder, device, dtype)
 
 
-def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
-    """The config of a head, given the content of config.json in either format."""
+def read_config(raw: Mapping[str, Any], is_parallel: bool = False) -> Eagle3Config:
+    """The config of an EAGLE-3 head, or if `is_parallel` of a P-EAGLE head, given the content of config.json in any
+    format."""
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
-    if kind != "eagle3" and (kind is not None or "LlamaForCausalLMEagle3" not in architectures):
+    masks = [name for name in MASK_TOKENS if raw.get(name) is not None]
+    expected, other, reader = ("peagle", "eagle3", "Eagle3") if is_parallel else ("eagle3", "peagle", "PEagle")
+    is_eagle = kind is None and EAGLE in architectures
+    if kind == expected:
+        layer, own = _speculators_parts(raw)
+        masks = ["mask_token_id"]
+    elif is_eagle and bool(masks) == is_parallel:
+        layer, own = raw, _eagle_fields(raw)
+    elif kind is None and architectures == [DEEPSPEC] and not is_parallel:
+        layer, own = raw, _deepspec_fields(raw)
+    else:
+        known = f"['{EAGLE}'] with {' or '.join(MASK_TOKENS)}" if is_parallel else f"['{EAGLE}'] or ['{DEEPSPEC}']"
         raise ValueError(
-            "config: expected architectures ['LlamaForCausalLMEagle3'] or speculators_model_type 'eagle3', "
-            f"got {architectures} and {kind!r}"
+            f"config: expected architectures {known}, or speculators_model_type {expected!r}, got {architectures}"
+            f"{''.join(f' with {name}' for name in masks)} and {kind!r}"
+            f"{f'; drafts.{reader} reads it' if is_eagle or kind == other else ''}"
         )
-    is_speculators = kind is not None
-    layer, own = _speculators_parts(raw) if is_speculators else (raw, _eagle_fields(raw))
     feature_layers = None if own.get(LAYER_IDS) is None else tuple(layer_ids(own, LAYER_IDS))
     num_features = 3 if feature_layers is None else len(feature_layers)
-    model_type = layer.get("model_type", "llama") if is_speculators else "llama"
+    model_type = "llama" if is_eagle else layer.get("model_type", "llama")
+    sizes, vocab_size = layer_sizes(layer), size_of(layer, "vocab_size")
+    mask_token_id = size_of(raw, masks[0], least=0) if is_parallel else None
     check_known(
         *((name, own.get(name), known) for name, known in ONLY.items()),
+        ("parallel_drafting", own.get("parallel_drafting"), (None, is_parallel)),
+        *((name, raw[name], (mask_token_id,)) for name in masks[1:]),
         ("model_type", model_type, ("llama", "qwen3")),
-        ("num_hidden_layers", layer.get("num_hidden_layers", 1), (1,)),
         ("num_aux_hidden_states", own.get("num_aux_hidden_states"), (None, num_features)),
     )
-    has_window = layer_kinds(layer, 1) == ["sliding_attention"]
-    sizes = layer_sizes(layer)
+    if mask_token_id is not None and mask_token_id >= vocab_size:
+        raise ValueError(f"config: expected {masks[0]} < {vocab_size}, the tokens, got {mask_token_id}")
+    kinds = layer_kinds(layer, size_of(layer, "num_hidden_layers", 1))
     return Eagle3Config(
         **sizes,
-        vocab_size=size_of(layer, "vocab_size"),
-        draft_vocab_size=size_of(own, "draft_vocab_size", layer.get("vocab_size")),
+        vocab_size=vocab_size,
+        draft_vocab_size=size_of(own, "draft_vocab_size", vocab_size),
         target_hidden_size=size_of(own, "target_hidden_size", sizes["hidden_size"]),
         feature_layers=feature_layers,
-        window=size_of(layer, "sliding_window") if has_window else None,
+        windows=tuple(size_of(layer, "sliding_window") if kind == "sliding_attention" else None for kind in kinds),
         normalises_queries=model_type == "qwen3",
         norm_before_residual=is_set(own, "norm_before_residual"),
         norm_before_fc=is_set(own, "norm_before_fc"),
@@ -102,7 +128,24 @@ def read_config(raw: Mapping[str, Any]) -> Eagle3Config:
         # As in vLLM, SGLang and TensorRT-LLM, whatever `fc_norm` is. Between its pull requests 568 and 879, SpecForge
         # fed back the output before the norm even with True; nothing in a file identifies these heads.
         norm_before_feedback=is_set(own, "norm_output") or is_set(own, "return_hidden_post_norm"),
+        mask_token_id=mask_token_id,
+        num_target_layers=own.get("num_target_layers"),
+        num_drafts=default_drafts(own, expected),
     )
+
+
+def _deepspec_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The head's fields, with layer ids that name layers by their inputs."""
+    check_known(
+        ("eagle_config", raw.get("eagle_config"), (None,)),
+        # DeepSpec's further layers read the embeddings too, and its own evaluation refuses them.
+        ("num_hidden_layers", raw.get("num_hidden_layers"), (1,)),
+        ("model_type", raw.get("model_type"), ("qwen3",)),
+    )
+    inputs = [each + 1 for each in layer_ids(raw, "target_layer_ids")]
+    # It drafts as many tokens as in training.
+    methods = [{"speculative_tokens": raw.get("ttt_length")}]
+    return {**raw, LAYER_IDS: inputs, "target_layer_ids": None, "speculators_config": {"proposal_methods": methods}}
 
 
 def _speculators_parts(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:

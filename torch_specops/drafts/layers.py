@@ -17,6 +17,16 @@ ROPE_FACTORS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 ROPE_FIELDS = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_FACTORS["llama3"]}
+# Copies of the target's weights that only speculators' training needs.
+NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
+# The supported values of fields that change what a head or drafter computes; None = not given.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "logit_scale": (None, 1),
+    "is_neox_style": (None, True),
+    **dict.fromkeys(("attention_sink_bias", "use_swa"), (None, False)),
+    **dict.fromkeys(("hc_mult", "modality_head_rank", "dspark_draft_topk", "markov_topk"), (None, 0)),
+}
 
 # Queries [B, G * heads, n, D], keys and values [B, heads, n, D] -> [B, G * heads, n, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -272,3 +282,22 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         if number_of(rope, name) is None:
             raise ValueError(f"config: expected {name} beside rope_type {kind!r}")
     return rope
+
+
+def default_drafts(raw: Mapping[str, Any], kind: str) -> int | None:
+    """The number of drafts of the default method in `speculators_config`; None = not given."""
+    fields = raw.get("speculators_config") or {}
+    methods, name = fields.get("proposal_methods") or [], fields.get("default_proposal_method")
+    for method in methods:
+        check_known(
+            # Rules that accept other tokens than the target's.
+            ("accept_tolerance", method.get("accept_tolerance"), (None, 0)),
+            ("verifier_accept_k", method.get("verifier_accept_k"), (None, 0, 1)),
+        )
+    check_known(
+        ("algorithm in speculators_config", fields.get("algorithm"), (None, kind)),
+        ("default_proposal_method", name, (None, *(method.get("proposal_type") for method in methods))),
+    )
+    chosen = [method for method in methods if name in (None, method.get("proposal_type"))]
+    count = chosen[0].get("speculative_tokens") if chosen else None
+    return None if count is None else size_of(chosen[0], "speculative_tokens")

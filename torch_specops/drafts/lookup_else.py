@@ -176,7 +176,8 @@ class LookupElse(SampledDraft):
         deterministic or share the target's noise."""
         found = self._piece(self._look_up, num_draft_tokens)(tokens, lengths, num_draft_tokens)
         is_found = found[:, :1] >= 0
-        is_host, is_eager = is_eager_cpu(lengths), self._shape is None and is_eager_cpu(lengths)
+        is_host = is_eager_cpu(lengths)
+        is_eager = is_host and self._shape is None
         num_unread = self._most_drafts - 1
         if is_host:
             num_read = torch.minimum(self._num_read, lengths - 2)

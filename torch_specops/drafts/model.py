@@ -92,6 +92,15 @@ class SampledDraft(DraftSource):
             ends = ends + 1
         return stacked(drawn)
 
+    def _pick(
+        self, logits: Tensor, ends: Tensor, numbers: Tensor, sampling: SamplingTensors, text: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draw as `SamplingTensors.draw`; a deterministic source takes the likeliest token, after processors."""
+        if not self.deterministic:
+            return sampling.draw(logits, numbers, text, ends)
+        processed = logits if text is None else sampling.process(logits, text, ends)
+        return processed.argmax(-1).squeeze(1), None, None
+
 
 class SequentialDraft(SampledDraft):
     """A source that samples its drafts one after another. The source compiles two functions, which do not depend on K:
