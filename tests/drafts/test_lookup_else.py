@@ -170,3 +170,6 @@ def test_lookup_else_names_wrong_arguments() -> None:
         ({"num_other_tokens": 0}, ValueError, "num_other_tokens: expected a number >= 1, got 0"),
     ]
     assert raised(lambda options: LookupElse(**({"other": model} | options)), cases) == []
+    at_most_three = ModelDraft(model)
+    at_most_three.max_draft_tokens = 3
+    assert LookupElse(at_most_three).num_other_tokens == 3
