@@ -138,7 +138,8 @@ def _deepspec_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The head's fields, with layer ids that name layers by their inputs."""
     check_known(
         ("eagle_config", raw.get("eagle_config"), (None,)),
-        # DeepSpec's further layers read the embeddings too, and its own evaluation refuses them.
+        # In a DeepSpec head, layers after the first read the embeddings as well, which ours do not. DeepSpec's
+        # evaluation refuses such heads.
         ("num_hidden_layers", raw.get("num_hidden_layers"), (1,)),
         ("model_type", raw.get("model_type"), ("qwen3",)),
     )

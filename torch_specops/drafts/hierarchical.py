@@ -110,7 +110,7 @@ class HierarchicalDraft(ModelDraft):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         super().catch_up(tokens, lengths, num_steps)
-        # The inner source may lack one more token; see the comment in `propose`.
+        # The inner source may be one token further behind than `num_steps`; the comment in `propose` says why.
         self.inner.catch_up(tokens, readable_lengths(self.inner, tokens, lengths), num_steps + 1)
 
     @property

@@ -180,7 +180,7 @@ class FeatureBuffer(RowState):
         """Hook these layers and the decoder that contains them. They must be the copies of a `ShadowModel`."""
         self._hidden_size = hidden_size
         for index, (name, hook) in zip(self.layers, self._hooks.items(), strict=True):
-            # The copies may share their dicts of hooks with the user's model, so give the copies new dicts.
+            # Assign new dicts, because a copy may share its dicts of hooks with the user's model.
             if index == len(layers):
                 decoder._forward_hooks = OrderedDict(decoder._forward_hooks, **{name: hook})
                 continue

@@ -101,7 +101,7 @@ class LanguageModel(Part, ABC):
         reads_rows: True = `forward` takes `rows`, and there is `copy_rows`. New rows are then prefilled without the
             others.
         packs_rows: True = there is `forward_packed`.
-        reads_inputs: True = every request must have an input besides the tokens: an encoder's.
+        reads_inputs: True = every request must have an encoder's input besides its tokens.
         reads_images: True = the model reads images in prompts.
         keeps_states: True = the model keeps a recurrent state (linear attention, Mamba), from which a token cannot be
             removed. The first forward of a sequence then begins at its first token and ends within its prompt, and

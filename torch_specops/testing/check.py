@@ -171,8 +171,8 @@ def check_engine(
         batch_size: the number of trials of each setting in one call.
         progress: called as `progress(done, requests)` after each call.
         same_text_as: the same engine with another draft, another number of drafts, or no draft. Use it for an engine
-            whose tokens should depend only on request and seed, as in this package with `verify="gumbel"`. It gets the
-            requests of each call in reverse order, and must return the same tokens.
+            whose tokens should depend only on request and seed, as in this package with `verify="gumbel"`. This
+            second engine gets the requests of each call in reverse order, and must return the same tokens.
         vocab_size, num_tokens, significance, seed: as in `check_lossless`. `significance` holds for all settings
             together.
 

@@ -4,7 +4,7 @@ The oracle computes in float64, and an implementation in float32 or better. Thei
 the call is so close to its threshold that a small change of the number also changes the oracle's result. So the
 acceptance uniforms, the filters and `draft_lse` are changed by the bound of `_bound`, by half of it, by a quarter of it
 and so on, each up and down. A row must equal the oracle's result before or after one of these changes. The next token
-may be any token whose interval of the CDF is within the bound of the uniform.
+may be any token whose interval of the CDF is no further from the uniform than `_bound`.
 
 Exact numbers are not changed: a uniform of 0, a filter that is off, an lse that is not finite. Greedy rows depend on
 none of these numbers.
@@ -34,8 +34,9 @@ from .cases import BELOW_ONE_FLOAT64, Case, on_cpu, oracle
 LARGEST = 1.0 - 2.0**-24
 # A number is changed by these shares of its bound.
 SHARES = [2.0**-k for k in range(12)]
-# Groups of arguments that are changed together, and the arguments that draw the next token.
+# Groups of arguments that are changed together.
 MOVED = (("accept_uniforms",), ("draft_lse",), ("top_p", "min_p"))
+# The uniforms with which the next token is drawn; the name depends on the op.
 DRAWING = ("sample_uniforms", "uniforms")
 
 
@@ -114,10 +115,10 @@ def _bound(temperature: Tensor | None, like: Tensor) -> Tensor:
 
 @contextmanager
 def _drawing(op: str, row: dict[str, Any], got: tuple[Tensor, ...]) -> Iterator[None]:
-    """Inside the `with` block, the oracle draws the same next token as `got`, if the token's interval of the CDF is
-    within the bound of the uniform. (Changing the uniform by shares of the bound could miss the interval of an unlikely
-    token.) With Gumbel noise, the oracle draws each token of `got` whose score is within the bounds of the largest
-    score."""
+    """Inside the `with` block, the oracle draws the same next token as `got`, if the token's interval of the CDF is no
+    further from the uniform than `_bound`. (Changing the uniform by shares of the bound could miss the interval of an
+    unlikely token.) With Gumbel noise, the oracle draws each token of `got` whose score is within the bounds of the
+    largest score."""
 
     def draw(weights: Tensor, s: float) -> int:
         sums, total = weights.cumsum(0), weights.sum()

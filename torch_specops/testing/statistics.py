@@ -140,7 +140,8 @@ def pearson_statistic(counts: Tensor, expected: Tensor, min_expected: float) -> 
     expected, order = expected.sort(-1)
     frequent = expected >= min_expected
     small = (expected * ~frequent).sum(-1, keepdim=True)
-    # Cells are in ascending order, so the first frequent cell is the next larger one.
+    # The cell that is added to a pooled cell is the smallest frequent one. Cells are in ascending order, so it is the
+    # first.
     is_next = frequent & (frequent.cumsum(-1) == 1)
     pooled = (expected > 0) & (~frequent | (is_next & (small > 0) & (small < min_expected)))
 

@@ -138,9 +138,9 @@ class Drafts:
         minus_q = q_weights.mul_(q.factors(drafts, -1.0))
         for row, ((b, i), (c, j)) in enumerate(zip(where, drafts, strict=True)):
             if p.maximum[b][i] == q.maximum[c][j] and torch.equal(p.z[b, i], q.z[c, j]):
-                # If the logits are equal, q = m reach p for a number m, and the residual is (1 - m) reach p. Compute it
-                # in this form, because the difference of the rows would consist of rounding errors. In rows without a
-                # finite entry m is NaN.
+                # If a target row and its draft row have equal logits, q = m * reach * p for a number m, and the
+                # residual is (1 - m) * reach * p. Compute it in this form, because the difference of the rows would
+                # consist of rounding errors. In rows without a finite entry m is NaN.
                 minus_m = float(minus_q[row].amin() / (p_weights[row].amax() * p_factors[row]))
                 p_factors[row] *= max(0.0, 1.0 + minus_m)
                 minus_q[row] = 0.0

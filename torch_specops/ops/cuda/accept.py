@@ -181,8 +181,8 @@ def accept_drafts(
 def store_accepted(output_tokens_ptr, draft_tokens_ptr, b, n, num_drafts, BLOCK_K: tl.constexpr):
     """Store the n accepted drafts of sequence b, and -1 after the next token. `store_next` stores the next token."""
     k = tl.arange(0, BLOCK_K)
-    # Do not reuse the addresses of `count_valid`, because they would occupy two registers until here. For k < n the
-    # addresses are equal.
+    # `minimum(k, n)` is k in the lanes that load. It makes the compiler compute the addresses again: those of
+    # `count_valid` would occupy two registers until here.
     place = b * num_drafts + tl.minimum(k, n)
     kept = tl.load(draft_tokens_ptr + place, mask=k < n, other=-1).to(tl.int64)
     tl.store(output_tokens_ptr + (b * (num_drafts + 1) + k), kept, mask=(k <= num_drafts) & (k != n))
