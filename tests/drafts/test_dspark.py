@@ -11,6 +11,7 @@ import pytest
 import torch
 from chains import expect_caught, expect_laws
 from report import Report
+from tiny_checkpoints import check_refilled_rows, with_layers
 from tiny_dspark import (
     BLOCK,
     DEEPSPEC,
@@ -25,15 +26,14 @@ from tiny_dspark import (
     new_weights,
     plain_drafts,
     saved,
-    with_layers,
 )
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
 from tiny_loops import GREEDY, Given, Recording, decode, expected_rows, new_tokens
-from tiny_models import PROMPTS, VOCAB, greedy_alone, padded, raised, shared_tiny
+from tiny_models import PROMPTS, VOCAB, padded, raised, shared_tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts import DFlash, Draft
 from torch_specops.drafts.dflash_files import read_drafter, read_drafter_config
@@ -120,11 +120,7 @@ def test_rows_that_are_filled_again(variant: str, confidence: float, tmp_path: P
     raw, target = VARIANTS[variant], shared_tiny("llama")
     draft = recorder(raw, tmp_path, confidence=confidence)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, sampling=GREEDY, verify="exact", compile=False)
-    prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(4)]
-    requests = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
-    for completion in decoder.generate_many(requests, batch_size=2, max_length=40):
-        index = completion.index
-        assert completion.new_tokens.tolist() == greedy_alone(target, prompts[index], 5 + 3 * index)
+    check_refilled_rows(decoder, target, max_length=40)
     with torch.inference_mode():
         # A row that has ended keeps its text until another one comes.
         check_drafts(raw, draft, [99, 99])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from chains import expect_caught, expect_laws
 from report import Report
+from tiny_checkpoints import check_refilled_rows, with_layers
 from tiny_eagle3 import (
     AMAZON,
     DEEPSPEC,
@@ -27,10 +28,10 @@ from tiny_eagle3 import (
 from tiny_eagle3 import new_head as new_eagle3_head
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
 from tiny_loops import GREEDY, Given, Recording, decode, expected_rows, new_tokens
-from tiny_models import PROMPTS, VOCAB, greedy_alone, padded, raised, shared_tiny
+from tiny_models import PROMPTS, VOCAB, padded, raised, shared_tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation
+from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.drafts import Draft, Eagle3, PEagle
 from torch_specops.drafts.eagle3_files import read_config
@@ -39,10 +40,6 @@ from torch_specops.drafts.layers import SUPPORTED
 
 INPUT_IDS, ATTENDED = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
-
-
-def with_layers(raw: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return raw | {"transformer_layer_config": raw["transformer_layer_config"] | fields}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -112,12 +109,7 @@ def test_rows_that_are_filled_again(variant: str, tmp_path: Path) -> None:
     raw, target = VARIANTS[variant], shared_tiny("llama")
     draft = recorder(raw, tmp_path)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4, sampling=GREEDY, verify="exact", compile=False)
-    prompts = [[*PROMPTS[index % 3], *range(2, 2 + index)] for index in range(4)]
-    requests = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
-    # The last text ends at the capacity.
-    for completion in decoder.generate_many(requests, batch_size=2, max_length=len(prompts[3]) + 14):
-        index = completion.index
-        assert completion.new_tokens.tolist() == greedy_alone(target, prompts[index], 5 + 3 * index)
+    check_refilled_rows(decoder, target)
     # A row that has ended keeps its text until another one comes.
     check_drafts(raw, draft, [99, 99])
 

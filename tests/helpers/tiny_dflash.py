@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from tiny_checkpoints import save_checkpoint
 from tiny_models import PROMPTS, VOCAB, greedy_rows, shared_tiny
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,10 +48,8 @@ def new_head(seed: int = 0, **fields: Any) -> DFlashHead:
 
 def save_drafter(head: DFlashHead, folder: Path, **fields: Any) -> Path:
     """As z-lab does."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(ZLAB | fields))
-    save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model.safetensors")
-    return folder
+    weights = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    return save_checkpoint(ZLAB | fields, weights, folder)
 
 
 def new_muse(seed: int = 0, **fields: Any) -> Any:

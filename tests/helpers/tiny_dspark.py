@@ -3,13 +3,12 @@ facts of the layouts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from tiny_checkpoints import save_checkpoint
 from tiny_dflash import MASK, SIZES, ZLAB, block_states
 from tiny_models import VOCAB
 from torch import Tensor
@@ -48,10 +47,6 @@ ZLAB2 = ZLAB | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
 ZLAB2 |= {"dflash_config": {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [1, 0]} | PARTS}
 
 
-def with_layers(raw: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return raw | {"transformer_layer_config": raw["transformer_layer_config"] | fields}
-
-
 def new_head(raw: dict[str, Any], seed: int = 0) -> DFlashHead:
     """A random drafter in float64. DeepSpec's have embeddings and a head, speculators' a head if they have fewer tokens
     than the target."""
@@ -79,10 +74,7 @@ def new_weights(raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
 
 def saved(raw: dict[str, Any], folder: Path, weights: Mapping[str, Tensor] | None = None) -> Path:
     """The folder of a drafter; without `weights`, with random ones."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    save_file(dict(new_weights(raw) if weights is None else weights), folder / "model.safetensors")
-    return folder
+    return save_checkpoint(raw, new_weights(raw) if weights is None else weights, folder)
 
 
 def is_seen(raw: dict[str, Any], layer: int, query: Tensor, key: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from tiny_checkpoints import save_checkpoint
 from tiny_dflash import norm, rotated
 from tiny_models import PROMPTS, VOCAB, greedy_rows, shared_tiny
 from torch import Tensor
@@ -46,9 +45,7 @@ def save_head(head: Eagle3Head, folder: Path) -> None:
     # Here layers are counted by their outputs.
     outputs = [layer - 1 for layer in config.feature_layers or ()]
     content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(content))
-    save_file(head.state_dict(), folder / "model.safetensors")
+    save_checkpoint(content, head.state_dict(), folder)
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -94,10 +91,7 @@ def new_weights(raw: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def saved(raw: Mapping[str, Any], folder: Path, weights: Mapping[str, Tensor] | None = None) -> Path:
     """The folder of a head; without `weights`, with random ones."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    save_file(dict(new_weights(raw) if weights is None else weights), folder / "model.safetensors")
-    return folder
+    return save_checkpoint(raw, new_weights(raw) if weights is None else weights, folder)
 
 
 def plain_layers(raw: Mapping[str, Any], weights: Mapping[str, Tensor], hidden: Tensor, embedded: Tensor) -> Tensor:

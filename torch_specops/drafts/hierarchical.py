@@ -120,10 +120,6 @@ class HierarchicalDraft(ModelDraft):
     def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
         self.inner.on_finished(tokens, lengths)
 
-    def static_tensors(self) -> Sequence[Tensor] | None:
-        model, inner = super().static_tensors(), self.inner.static_tensors()
-        return None if model is None or inner is None else [*model, *inner]
-
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:

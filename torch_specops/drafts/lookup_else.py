@@ -155,7 +155,7 @@ class LookupElse(SampledDraft):
         self.other.on_finished(tokens, lengths)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        return static_tensors_of(self.lookup, self.other)
+        return static_tensors_of(*self.inside)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         ends = readable_lengths(self.other, tokens, lengths)

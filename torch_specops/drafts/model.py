@@ -226,8 +226,8 @@ class ModelDraft(SequentialDraft):
         return positions.clamp(0, None if self._room is None else self._room - 1)
 
     def static_tensors(self) -> Sequence[Tensor] | None:
-        model = static_tensors_of(self.model)
-        return model if model is None or self._begun is None else [*model, self._begun]
+        tensors = static_tensors_of(*self.inside)
+        return tensors if tensors is None or self._begun is None else [*tensors, self._begun]
 
     def _unread(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         # In a sequence of one token, clamping lets the model read that token twice at the same position, which is
