@@ -16,7 +16,7 @@ import tiny_eagle3
 import torch
 import transformers
 from tiny_hybrids import tiny_hybrid
-from tiny_images import batch, images, prompts, vision_model
+from tiny_images import FAMILIES, batch, images, prompts
 from tiny_loops import DRAFTS, GREEDY, new_tokens
 from tiny_models import PROMPTS, VOCAB, encoder_inputs, padded, perturbed, shared_tiny, sharp_model, tiny
 from tiny_mtp import tiny_mtp
@@ -72,7 +72,9 @@ def rereading() -> SpeculativeDecoder:
 
 
 def of_images(family: str) -> SpeculativeDecoder:
-    return SpeculativeDecoder(vision_model(family), EarlyExit(1), **OPTIONS)
+    # Not a shared model: transformers keeps a tensor in a model that has decoded an image.
+    model = sharp_model(FAMILIES[family].config(), auto=transformers.AutoModelForImageTextToText)
+    return SpeculativeDecoder(model, EarlyExit(1), **OPTIONS)
 
 
 def image_text(family: str) -> dict[str, Any]:
