@@ -79,10 +79,12 @@ ABSENT_WITHOUT = {
     "HAS_TEMPERATURE": ("temperature_ptr",),
     "FILTERED": ("bounds_ptr", "draft_bounds_ptr"),
     "ARGMAX_LENIENT": ("argmax_gap",),
+    "SOME_ONE_HOT": ("one_hot_ptr",),
 }
 TYPES = dict.fromkeys(("num_accepted_ptr", "output_tokens_ptr", "tokens_ptr", "top_k_ptr"), "*i64")
 TYPES |= dict.fromkeys(("draft_tokens_ptr", "seeds_ptr", "positions_ptr"), "*i64")
 TYPES |= {"ratio_ptr": "*fp64", "reach_ptr": "*fp64", "count_ptr": "*i32", "part_ptr": "*i32", "token_ptr": "*i32"}
+TYPES |= {"one_hot_ptr": "*i1"}
 TYPES |= dict.fromkeys(("lenience", "argmax_gap", "alpha", "inverse_range", "lowest"), "fp32")
 # A number of the launcher's own, never symbolic.
 TYPES |= {"tiles_per_program": "i32"}
@@ -128,6 +130,7 @@ def builds() -> Iterator[Build]:
     cold, i64 = {"HAS_TEMPERATURE": False}, {"sizes": "i64"}
     options: list[dict[str, Any]] = [
         *(cold, {"UNIT_STRIDE": False}, {"BLOCK_K": 64}, {"FILTERED": True, "ARGMAX_LENIENT": True}),
+        *({"SOME_ONE_HOT": True}, {"SOME_ONE_HOT": True, "FILTERED": True}),
         *({"FILTERED": True, "UNFILTERED_DRAFT": True}, {"tokens": "i32", "uniforms": "fp64"}, {"sizes": "static"}),
         *(i64, i64 | cold, i64 | {"FILTERED": True}),
     ]

@@ -178,6 +178,7 @@ def verify_exact(
     min_p: Tensor | float | None = None,
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
+    draft_is_one_hot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_exact` in float64; shapes and dtypes as in `torch_specops.verify_exact`."""
     batch, num_drafts = draft_tokens.shape
@@ -189,6 +190,7 @@ def verify_exact(
         t = _of_row(temperature, b, 1.0)
         filters = _filters(b, top_k, top_p, min_p)
         draft_filters = filters if filter_draft else _filters(b, None, None, None)
+        logits = None if draft_is_one_hot is not None and draft_is_one_hot[b] else draft_logits
         s = float(sample_uniforms[b])
         n = 0
         for i in range(num_drafts):
@@ -199,7 +201,7 @@ def verify_exact(
                 accepted = accepts_greedily(target_logits[b, i], x, argmax_lenience)
             else:
                 p = probabilities(filtered(target_logits[b, i], t, *filters), t)
-                q = _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
+                q = _draft_probabilities(logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
                 accepted = accepts(float(accept_uniforms[b, i]) * lenience, float(p[x]), float(q[x]))
             if not accepted:
                 break
@@ -213,7 +215,7 @@ def verify_exact(
         else:
             weights = probabilities(filtered(target_logits[b, n], t, *filters), t)
             if n < num_drafts and 0 <= (x := int(draft_tokens[b, n])) < vocab_size:
-                q = _draft_probabilities(draft_logits, draft_lse, b, n, x, t, draft_filters, vocab_size)
+                q = _draft_probabilities(logits, draft_lse, b, n, x, t, draft_filters, vocab_size)
                 residual = (weights - q).clamp(min=0)
                 weights = residual if residual.sum() > LEAST_RESIDUAL else weights
             next_token = inverse_cdf(weights, s)
@@ -235,6 +237,7 @@ def verify_block(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
     filter_draft: bool = True,
+    draft_is_one_hot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`specops::verify_block` in float64; shapes and dtypes as in `torch_specops.verify_block`."""
     batch, num_drafts = draft_tokens.shape
@@ -253,6 +256,7 @@ def verify_block(
 
         filters = _filters(b, top_k, top_p, min_p)
         draft_filters = filters if filter_draft else _filters(b, None, None, None)
+        logits = None if draft_is_one_hot is not None and draft_is_one_hot[b] else draft_logits
         targets = [probabilities(filtered(logits, t, *filters), t) for logits in target_logits[b]]
         drafts = []
         # P_0, P_1 and so on up to the end of the block. The block ends at the first position without a draft or without
@@ -262,7 +266,7 @@ def verify_block(
             x = int(draft_tokens[b, i])
             if not 0 <= x < vocab_size:
                 break
-            p, q = targets[i], _draft_probabilities(draft_logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
+            p, q = targets[i], _draft_probabilities(logits, draft_lse, b, i, x, t, draft_filters, vocab_size)
             if p.sum() == 0:
                 break
             drafts.append(q)
@@ -292,7 +296,7 @@ def _draft_probabilities(
     filters: tuple[int, float, float],
     vocab_size: int,
 ) -> Tensor:
-    """[V] q_i. It is one-hot at x if there are no draft logits, else the softmax over the kept tokens, normalised by
+    """[V] q_i. It is one-hot at x if `draft_logits` is None, else the softmax over the kept tokens, normalised by
     `draft_lse` if that is given."""
     if draft_logits is None:
         q = torch.zeros(vocab_size, dtype=torch.float64)

@@ -38,6 +38,7 @@ def verify_exact(
     lenience: float = 1.0,
     *,
     argmax_lenience: float = 1.0,
+    draft_is_one_hot: Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,8 @@ def verify_exact(
             (computed from one seed, or sent by one rank).
         draft_lse: [B, K], the logsumexp over the whole vocabulary that `torch_specops.sample` or
             `torch_specops.vocab_parallel.sample` returned.
-        lenience, argmax_lenience: as in the op. Its filters (top_k, top_p, min_p, filter_draft) are not supported here.
+        lenience, argmax_lenience, draft_is_one_hot: as in the op; equal on all ranks. The op's filters (top_k, top_p,
+            min_p, filter_draft) are not supported here.
         group: the ranks, in the order of their columns: a process group or a mesh of one dimension. None = the
             DTensors' group, else the default group.
         vocab_size: V. None = the V of the DTensors, else R times the number of columns of `target_logits`. Pass it if R
@@ -92,6 +94,7 @@ def verify_exact(
         draft_lse,
         lenience,
         argmax_lenience=argmax_lenience,
+        draft_is_one_hot=draft_is_one_hot,
     )
     check_kinds(args, plain=False)
     shards, local = _place(args._asdict(), 3, group, vocab_size)
@@ -139,6 +142,8 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
         else:
             q_max, q_sum = walk.stats_from_lse(args.draft_lse)
         q_x = walk.probability(every["z_qx"].amax(0), q_max, q_sum)
+    if args.draft_is_one_hot is not None:
+        q_x = torch.where(args.draft_is_one_hot.unsqueeze(-1), 1.0, q_x)
     accepted = walk.accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
     greedy_tokens = None if temperature is None else _merge_argmax(every["p_max"], every["argmax"])
     near_argmax = None
@@ -152,16 +157,20 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     masses = [weights.sum(-1, dtype=torch.float64)]
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
-        if draft_logits is None:
-            of_shard = walk.residual(weights, z_p, x[rows, rejected], None)
-            differs = torch.ones_like(masses[0])
-        else:
+        # Of one-hot drafts.
+        of_shard, differs = walk.residual(weights, z_p, x[rows, rejected], None), torch.ones_like(masses[0])
+        if draft_logits is not None:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
-            of_shard = (weights - q).clamp(min=0)
+            of_rows = (weights - q).clamp(min=0)
             # If the logits are equal, p = q and the residual is empty. Compare the logits, because by rounding (also of
             # a given draft_lse) the difference may not be 0.
-            differs = (z_p != z_q).any(-1).double()
+            rows_differ = (z_p != z_q).any(-1).double()
+            if args.draft_is_one_hot is None:
+                of_shard, differs = of_rows, rows_differ
+            else:
+                of_shard = torch.where(args.draft_is_one_hot.unsqueeze(-1), of_shard, of_rows)
+                differs = torch.where(args.draft_is_one_hot, differs, rows_differ)
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     # 2. Exchange three numbers of each shard for row n of each sequence: the sums of p and of the residual over its
     # columns, and whether the logits of target and draft differ there.

@@ -68,6 +68,7 @@ WRITTEN = {
 # The search is tested by `sample` and `filter_logits`; here, that every load is masked by the bounds of its own row.
 FILTERED_VERIFY = (
     "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law,"
+    "mixed_one_hot_filters,mixed_one_hot_filters_lse,mixed_one_hot_target_filters,"
     "target_filters,target_filters_temperature,lse_wrong_filters,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
 )
 # verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
@@ -76,7 +77,8 @@ BLOCK = (
     "k1,k3,k8,k0,b0,bf16,fp16,fp32_bf16,batch_sliced,vocab_sliced_bf16,transposed_fp16,expanded,int32,pad_head,"
     "pad_ragged,target_nan,draft_inf,mixed_nonfinite,masked,overflow_fp16,greedy_mixed,bad_temperature,opposite,"
     "plateaus,tie_u_zero,tie_s_zero,one_hot,one_hot_padded,one_hot_masked,lse_k8_bf16,lse_nonfinite,long,long_one_hot,"
-    "lse_wrong,lse_wrong_large,lse_wrong_largest,lse_wrong_masked,lse_wrong_same"
+    "lse_wrong,lse_wrong_large,lse_wrong_largest,lse_wrong_masked,lse_wrong_same,"
+    "mixed_one_hot,mixed_one_hot_late,mixed_one_hot_padded,mixed_one_hot_lse"
 )
 # A vocabulary of one token: what is left of a row's two ends.
 ONE_TOKEN = "k3,k0,bf16,fp16,batch_sliced,pad_ragged,target_nan,draft_nan,mixed_nonfinite,masked,greedy_mixed,one_hot"
@@ -96,7 +98,8 @@ FEW_GUMBEL = (
 QUICK_RUNS = [
     (
         "verify_exact",
-        FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse",
+        FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse,"
+        "mixed_one_hot,mixed_one_hot_lse,mixed_one_hot_filters_lse",
         32,
         (45,),
     ),
@@ -104,7 +107,8 @@ QUICK_RUNS = [
         "verify_block",
         # Rows are read and summed by the kernels of verify_exact.
         "three rows of greedy_mixed,tie_s_zero,pad_ragged,masked_token,uniforms_out_of_range_masked,mixed_nonfinite,"
-        "k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature",
+        "k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature,"
+        "mixed_one_hot_late,mixed_one_hot_filters",
         32,
         (45,),
     ),
@@ -182,6 +186,7 @@ def op_arguments(
         "top_p": torch.tensor([0.9, 0.5, 1.0, 0.7]).repeat(batch // 4 + 1)[:batch],
         "min_p": torch.tensor([0.0, 0.02, 0.1, 0.0]).repeat(batch // 4 + 1)[:batch],
         "filter_draft": op == "verify_exact",
+        "draft_is_one_hot": torch.arange(batch) % 3 == 2,
     }
     schema = getattr(torch.ops.specops, op).default._schema
     left_out = () if filtered else (*FILTERS, "filter_draft")

@@ -17,7 +17,7 @@ from torch_specops.testing import Case
 from torch_specops.testing.cases import CASES, arguments_of, case_names
 
 OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
-NUM_CASES = 60
+NUM_CASES = 64
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def calls() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def bits(x: Tensor) -> Tensor:
     """NaN equals NaN as an integer."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def same(outputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:

@@ -49,6 +49,7 @@ ONE_TOKEN_CASES = (
     "k3 k0 k0_greedy b0 bf16 fp16_fp32 vocab_sliced pad_ragged target_nan draft_nan mixed_nonfinite masked_token "
     "overflow greedy_mixed bad_temperature hot_overflow tie_u_zero tie_below_one uniforms_out_of_range_filters filters "
     "filters_temperature filters_nonfinite filters_without_law target_filters_lse one_hot one_hot_nonfinite lse "
+    "mixed_one_hot_filters_lse "
     "lse_wrong lenience_0.3 argmax_lenience_mixed scale_1e3 far_below"
 )
 TILED_CASES = (
@@ -57,6 +58,7 @@ TILED_CASES = (
     "tie_s_zero tie_below_one uniforms_out_of_range_masked uniforms_out_of_range_filters tie_same top_k top_p min_p "
     "filters_plateaus filters_zero_maxima filters_masked filters_nonfinite filters_opposite filters_lse "
     "target_filters_plateaus one_hot_nonfinite lse_nonfinite lse_wrong_same lenience_lse argmax_lenience_plateaus "
+    "mixed_one_hot mixed_one_hot_filters_lse "
     "argmax_lenience_nonfinite scale_narrow scale_largest scale_1e4_far"
 )
 

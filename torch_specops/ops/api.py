@@ -40,6 +40,7 @@ def verify_exact(
     min_p: PerRow = None,
     argmax_lenience: float = 1.0,
     filter_draft: bool = True,
+    draft_is_one_hot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence and draw the next token. This is lossless speculative sampling.
 
@@ -78,6 +79,8 @@ def verify_exact(
             output may then differ from the target's greedy tokens. Sampled rows ignore it.
         filter_draft: True if the drafts were sampled with the same top_k, top_p and min_p. False if they were sampled
             without filters: the filters then apply to the target only, and q = softmax(draft_logits / temperature).
+        draft_is_one_hot: [B] bool, True for sequences whose drafts are deterministic although `draft_logits` is given.
+            Their draft_logits and draft_lse are ignored. None = none of them, or all if `draft_logits` is None.
 
     Returns:
         output_tokens [B, K+1] int64: the accepted drafts, the next token, then -1.
@@ -97,7 +100,7 @@ def verify_exact(
     filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     values = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
-    args = VerifyArguments(*values, argmax_lenience, filter_draft)
+    args = VerifyArguments(*values, argmax_lenience, filter_draft, draft_is_one_hot)
     arguments.check_kinds(args)
     if torch.compiler.is_compiling():
         arguments.check_verify_exact(args)
@@ -117,6 +120,7 @@ def verify_block(
     top_p: PerRow = None,
     min_p: PerRow = None,
     filter_draft: bool = True,
+    draft_is_one_hot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Verify K draft tokens per sequence as one block. This is lossless, and on average accepts at least as many drafts
     as `verify_exact`.
@@ -141,7 +145,7 @@ def verify_block(
             twice.
         lenience: 1.0. No other value is supported; the argument exists so that `verify_block` has the signature of
             `verify_exact`.
-        top_k, top_p, min_p, filter_draft: as in `verify_exact`.
+        top_k, top_p, min_p, filter_draft, draft_is_one_hot: as in `verify_exact`.
 
     Returns:
         output_tokens [B, K+1] int64 and num_accepted [B] int64, as `verify_exact` returns them.
@@ -164,11 +168,11 @@ def verify_block(
     filters = arguments.filters_of("target_logits", target_logits, temperature, top_k, top_p, min_p)
     step = (target_logits, draft_tokens, draft_logits, accept_uniforms, sample_uniforms)
     values = (*step, filters.temperature, draft_lse, lenience, filters.top_k, filters.top_p, filters.min_p)
-    args = VerifyArguments(*values, filter_draft=filter_draft)
+    args = VerifyArguments(*values, filter_draft=filter_draft, draft_is_one_hot=draft_is_one_hot)
     arguments.check_kinds(args)
     if torch.compiler.is_compiling():
         arguments.check_verify_block(args)
-    return _verify_block(*values, filter_draft)
+    return _verify_block(*values, filter_draft, draft_is_one_hot)
 
 
 def verify_sigmoid(
@@ -336,8 +340,9 @@ def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
 
 @register_op(verify_block, lambda target_logits, **args: _skips_rows(target_logits, 2**15, **args))
 def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
-    # `values` has no `argmax_lenience`, and the dispatcher leaves out `filter_draft` if it equals the default.
-    args = VerifyArguments(*values[:11])._replace(filter_draft=all(values[11:]))
+    # `values` has no `argmax_lenience`, and the dispatcher leaves out last values that equal the defaults.
+    last = dict(zip(("filter_draft", "draft_is_one_hot"), values[11:], strict=False))
+    args = VerifyArguments(*values[:11])._replace(**last)
     arguments.check_verify_block(args)
     if args.target_logits.device.type != "cuda":
         return block.verify_block(args)

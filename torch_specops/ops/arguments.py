@@ -59,6 +59,7 @@ class VerifyArguments(NamedTuple):
     min_p: Tensor | None = None  # [B]
     argmax_lenience: float = 1.0
     filter_draft: bool = True
+    draft_is_one_hot: Tensor | None = None  # [B]
 
     @property
     def filters(self) -> Filters:
@@ -111,6 +112,14 @@ def check_verify_exact(args: VerifyArguments) -> None:
             )
         drafts = tuple(args.draft_tokens.shape)
         _check("draft_lse", args.draft_lse, drafts, "[B, K]", FLOAT32, args.target_logits.device)
+    if args.draft_is_one_hot is not None:
+        if args.draft_logits is None:
+            raise ValueError(
+                "draft_is_one_hot: expected None when draft_logits is None (all drafts are one-hot then), "
+                f"got shape {list(args.draft_is_one_hot.shape)}"
+            )
+        batch = tuple(args.draft_tokens.shape[:1])
+        _check("draft_is_one_hot", args.draft_is_one_hot, batch, "[B]", (torch.bool,), args.target_logits.device)
     check_fraction("lenience", args.lenience)
     _check_filters(args.filters, args.target_logits, "[B]")
     check_fraction("argmax_lenience", args.argmax_lenience)

@@ -142,14 +142,15 @@ def _verify_arguments(
     sample: Sequence[float] | None = None,
     tokens: Callable[[Tensor, int], None] | None = None,
     token_dtype: torch.dtype = torch.int64,
-    one_hot: bool = False,
+    one_hot: bool | Sequence[bool] = False,
     lse: Sequence[float] | None = None,
     filters: dict[str, Sequence[float]] | None = None,
     filter_draft: bool | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
     """Create the arguments of a verify op. Options that are sequences of numbers are repeated over the rows. `lse` is
-    added to the draft's logsumexp."""
+    added to the draft's logsumexp. With a sequence `one_hot`, the draft's logits and logsumexp of the one-hot rows are
+    NaN, because the op must not use them."""
     # Use larger logits for a larger vocabulary, so that only a few tokens are likely, as in real models.
     spread = 2.0 + math.log10(vocab_size)
     target = spread * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
@@ -162,8 +163,9 @@ def _verify_arguments(
     values = ({} if temperature is None else {"temperature": temperature}) | (filters or {})
     rows = {key: _cycle(x, batch).to(torch.int64 if key == "top_k" else torch.float32) for key, x in values.items()}
     draft_rows = {key: x for key, x in rows.items() if key == "temperature"} if filter_draft is False else rows
+    is_one_hot = _cycle((one_hot,) if isinstance(one_hot, bool) else one_hot, batch).bool()
     drafted, draft_lse = reference.sample(
-        (target[:, :num_drafts] if one_hot else draft).flatten(0, 1),
+        torch.where(is_one_hot.view(-1, 1, 1), target[:, :num_drafts], draft).flatten(0, 1),
         torch.rand(batch * num_drafts, generator=generator),
         **{key: x.repeat_interleave(num_drafts) for key, x in draft_rows.items()},
     )
@@ -179,12 +181,16 @@ def _verify_arguments(
     args: dict[str, Any] = {
         "target_logits": target,
         "draft_tokens": draft_tokens.to(token_dtype),
-        "draft_logits": None if one_hot else draft,
+        "draft_logits": None if one_hot is True else draft,
         "accept_uniforms": u if accept is None else _cycle(accept, batch * num_drafts).to(uniform_dtype).view_as(u),
         "sample_uniforms": s if sample is None else _cycle(sample, batch).to(uniform_dtype),
     }
     if lse is not None:
         args["draft_lse"] = (draft_lse + _cycle(lse, batch * num_drafts).float()).view(batch, num_drafts)
+    if not isinstance(one_hot, bool):
+        args["draft_is_one_hot"] = is_one_hot
+        for ignored in {"draft_logits", "draft_lse"} & args.keys():
+            args[ignored][is_one_hot] = NAN
     if filter_draft is not None:
         args["filter_draft"] = filter_draft
     return args | rows | numbers
@@ -358,6 +364,19 @@ CASES: dict[str, Options] = {
     "one_hot_padded": {"one_hot": True, "tokens": edits.pad_ragged, "batch": 8, "temperature": (0.5,)},
     "one_hot_masked": {"one_hot": True, "edit": edits.mask, "tokens": edits.token_zero},
     "one_hot_nonfinite": {"one_hot": True, "edit": edits.fill_mixed},
+    "mixed_one_hot": {"one_hot": (True, False, False), "temperature": MIXED_TEMPERATURE},
+    "mixed_one_hot_late": {"one_hot": (False, True), "accept": LATE, "num_drafts": 8, "dtypes": HALVES},
+    "mixed_one_hot_padded": {"one_hot": (True, True, False), "tokens": edits.pad_ragged, "batch": 8},
+    "mixed_one_hot_lse": {"one_hot": (False, True, True), "lse": (0.0,), "temperature": (0.7, 1.0)},
+    "mixed_one_hot_filters": {"one_hot": (True, False), "filters": ALL_FILTERS, "temperature": (0.7, 1.5, 0.0, 1.0)},
+    "mixed_one_hot_filters_lse": {
+        "one_hot": (True, False),
+        "filters": ALL_FILTERS,
+        "lse": (0.0,),
+        "dtypes": HALVES,
+        "noise": (0.1, 0.3),
+    },
+    "mixed_one_hot_target_filters": {"one_hot": (False, True), "filters": ALL_FILTERS, "filter_draft": False},
     "long_one_hot": {"num_drafts": 20, "one_hot": True, "temperature": (0.05, 0.2)},
     "lse": {"lse": (0.0,)},
     "lse_k8_bf16": {"lse": (0.0,), "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},

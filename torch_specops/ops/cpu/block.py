@@ -90,6 +90,9 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
         z_q = scale_kept(draft_logits, inverse_t, row_bounds(draft_logits, args.draft_filters))  # [B, K, V]
         q = z_q, *(softmax_stats(z_q) if args.draft_lse is None else stats_from_lse(args.draft_lse))
         q_x = probability(logits_of(z_q, x), *q[1:])
+    one_hot = args.draft_is_one_hot
+    if one_hot is not None:
+        q_x = torch.where(one_hot.unsqueeze(-1), 1.0, q_x)
 
     # The block ends at padding, or at a target row without a finite logit.
     end = prefix_lengths(in_vocab & (p_sum[:, :-1] > 0))  # [B]
@@ -110,7 +113,9 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
             if q is None or equal is None:
                 return residual(weights, z, x[index], None)
             z_q, q_max, q_sum = (each[index] for each in q)
-            return residual(weights, z, x[index], (z_q, q_max, q_sum), p * equal[index].float().unsqueeze(-1))
+            is_one_hot = None if one_hot is None else one_hot.unsqueeze(-1).expand_as(x)[index]
+            equal_rest = p * equal[index].float().unsqueeze(-1)
+            return residual(weights, z, x[index], (z_q, q_max, q_sum), equal_rest, is_one_hot)
 
         # Skip row 0, because P_0 = 1 is accepted whatever S_0 is. If K is symbolic, compute row 0 too: a slice from 1
         # on would add a guard that K is at least 3.

@@ -42,17 +42,18 @@ def takes_dense_form(logits: Tensor, temperature: Tensor | None) -> bool:
     return temperature is None or int((temperature > 0).sum()) > EAGER_MAX_BATCH
 
 
-def runs(logits: Tensor, temperature: Tensor | None) -> Iterator[tuple[bool, slice]]:
-    """Split the batch into runs of adjacent sequences that are all sampled or all not. Yields (True if the run is
-    sampled, its slice). A run of sampled sequences has as many sequences as fit in the CPU's cache, at least 1.
-    Sequences that are not sampled are greedy, or have a negative or NaN temperature."""
+def runs(logits: Tensor, temperature: Tensor | None, is_one_hot: Tensor | None = None) -> Iterator[tuple[bool, slice]]:
+    """Split the batch into runs of adjacent sequences that are all sampled or all not, and all one-hot or all not.
+    Yields (True if the run is sampled, its slice). A run of sampled sequences has as many sequences as fit in the CPU's
+    cache, at least 1. Sequences that are not sampled are greedy, or have a negative or NaN temperature."""
     temperatures = [1.0] * logits.shape[0] if temperature is None else temperature.tolist()
     if len(temperatures) == 1:
         yield temperatures[0] > 0, slice(0, 1)
         return
+    one_hot = [False] * len(temperatures) if is_one_hot is None else is_one_hot.tolist()
     size = max(1, rows_at_a_time(logits.shape[-1]) // logits.shape[1:-1].numel())
     start = 0
-    for is_sampled, run in groupby(temperatures, lambda t: t > 0):
+    for (is_sampled, _), run in groupby((t > 0, each) for t, each in zip(temperatures, one_hot, strict=True)):
         stop = start + len(list(run))
         step = size if is_sampled else stop - start
         for first in range(start, stop, step):

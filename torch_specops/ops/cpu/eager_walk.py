@@ -27,11 +27,16 @@ def verify_parts(args: Arguments, verify_sampled: Callable[[Arguments], list[Out
     runs, and `_verify_greedy` the other runs."""
     logits, draft_tokens = args.target_logits, args.draft_tokens
     outcomes: list[Outcome] = []
-    for is_sampled, where in runs(logits, args.temperature):
+    one_hot = args.draft_is_one_hot if isinstance(args, VerifyArguments) else None
+    for is_sampled, where in runs(logits, args.temperature, one_hot):
         part = args
         if where != slice(0, logits.shape[0]):
             part_tensors: Any = {name: x[where] for name, x in args._asdict().items() if isinstance(x, Tensor)}
             part = args._replace(**part_tensors)
+        if one_hot is not None:
+            part = part._replace(draft_is_one_hot=None)
+            if one_hot[where.start]:
+                part = part._replace(draft_logits=None, draft_lse=None)
         outcomes += verify_sampled(part) if is_sampled else _verify_greedy(part)
     num_drafts = draft_tokens.shape[1]
     output: list[int] = []

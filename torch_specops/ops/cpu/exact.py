@@ -83,6 +83,8 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
         else:
             q_max, q_sum = stats_from_lse(args.draft_lse)
         q_x = probability(scale_kept_tokens(logits_of(draft_logits, x), x, inverse_t, q_bounds), q_max, q_sum)
+    if args.draft_is_one_hot is not None:
+        q_x = torch.where(args.draft_is_one_hot.unsqueeze(-1), 1.0, q_x)
 
     # n is the number of drafts before the first rejection.
     accepted = accepts(args.accept_uniforms.double() * args.lenience, p_x, q_x, in_vocab)
@@ -103,7 +105,7 @@ def dense(args: VerifyArguments) -> tuple[Tensor, Tensor]:
             bounds = None if q_bounds is None else q_bounds.at(rows, rejected)
             z_q = scale_kept(draft_logits[rows, rejected], inverse_t, bounds)  # [B, V]
             q = z_q, q_max[rows, rejected], q_sum[rows, rejected]
-        weights = residual(p, z_p, x[rows, rejected], q)
+        weights = residual(p, z_p, x[rows, rejected], q, is_one_hot=args.draft_is_one_hot)
         p = residual_or_target(weights, p, (n < num_drafts) & in_vocab[rows, rejected], LEAST_RESIDUAL)
     drawn = draw(p, args.sample_uniforms)
     return output_rows(draft_tokens, n, drawn, greedy_tokens, temperature), n

@@ -87,15 +87,19 @@ def residual(
     x: Tensor,  # [...], the draft tokens
     q: tuple[Tensor, Tensor, Tensor] | None,  # scaled logits [..., V], their maximum and sum [...]; None = one-hot at x
     equal: Tensor | float = 0.0,  # [..., V], the result for rows with equal logits
+    is_one_hot: Tensor | None = None,  # [...] True: one-hot at x although q is given
 ) -> Tensor:
     """[..., V] max(weights - q, 0)."""
-    if q is None:
+    if q is None or is_one_hot is not None:
         is_draft = torch.arange(weights.shape[-1], device=weights.device) == x.unsqueeze(-1)
-        return torch.where(is_draft, 0.0, weights)
+        without_draft = torch.where(is_draft, 0.0, weights)
+        if q is None:
+            return without_draft
     # If the logits are equal, q is a multiple of p, and the difference would consist of rounding errors. Return `equal`
     # then.
     differs = (z_p != q[0]).any(-1, keepdim=True)
-    return torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), equal)
+    rest = torch.where(differs, (weights - softmax_row(*q)).clamp(min=0), equal)
+    return rest if is_one_hot is None else torch.where(is_one_hot.unsqueeze(-1), without_draft, rest)
 
 
 def residual_or_target(residual: Tensor, p: Tensor, use_residual: Tensor, least: float = 0.0) -> Tensor:

@@ -45,6 +45,7 @@ def shared_values(
         "draft_tokens_ptr": launch.contiguous(args.draft_tokens),
         "accept_uniforms_ptr": launch.contiguous(args.accept_uniforms),
         "sample_uniforms_ptr": launch.contiguous(args.sample_uniforms),
+        "one_hot_ptr": launch.contiguous(args.draft_is_one_hot) if isinstance(args, VerifyArguments) else None,
         "temperature_ptr": launch.contiguous(args.temperature),
         "partial_ptr": torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device),
         "num_accepted_ptr": torch.empty(batch, dtype=torch.int64, device=device),
@@ -135,7 +136,7 @@ def accept_drafts(
 ):
     """[WALK], True where draft i of sequence b is accepted if all drafts before it are; False if not live."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
-    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr = draft
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr = draft
     num_drafts, _, num_tiles, rows_per_sequence, num_bounds = sizes
     temperature, inverse_t, lenience, argmax_gap = rule
     x = tl.load(tokens_ptr + i, mask=live, other=0).to(tl.int64)
@@ -157,8 +158,9 @@ def accept_drafts(
             q_sum = tl.full(i.shape, 1.0, tl.float32)
         else:
             draft_row = target_row + num_drafts + 1
+            read = live if one_hot_ptr is None else live & ~tl.load(one_hot_ptr + b)
             q_max, q_sum = draft_stats(
-                partial_ptr, draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, live, BLOCK_T
+                partial_ptr, draft_row, draft_lse_ptr, b * num_drafts + i, num_tiles, read, BLOCK_T
             )
             z_q = load_token_logits(
                 draft_ptr + b * stride_draft_b,
@@ -166,12 +168,15 @@ def accept_drafts(
                 stride_draft_v,
                 i,
                 x,
-                live,
+                read,
                 inverse_t,
                 draft_bounds_ptr,
                 bounds_row + num_drafts + 1,
             )
             q_x = token_weights(z_q, q_max, q_sum)
+            if one_hot_ptr is not None:
+                q_x = tl.where(read, q_x, 1.0)
+                q_sum = tl.where(read, q_sum, 1.0)
         u = tl.load(accept_uniforms_ptr + b * num_drafts + i, mask=live, other=0.0)
         accepted = live & accept_sampled(u, lenience, p_x, p_sum, q_x, q_sum)
     return accepted

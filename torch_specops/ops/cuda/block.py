@@ -78,6 +78,7 @@ def reach_kernel(
     accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
+    one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
@@ -126,7 +127,7 @@ def reach_kernel(
             has_ratio = z_p > float("-inf")
             q_max = 0.0
             q_sum = 1.0
-            if draft_ptr is not None:
+            if draft_ptr is not None and (one_hot_ptr is None or not tl.load(one_hot_ptr + b)):
                 draft_row = partial_row + num_drafts + 1
                 q_max, q_sum = draft_row_stats(partial_ptr, draft_row, draft_lse_ptr, row, num_tiles, BLOCK_T)
                 bounds_row += num_drafts + 1
@@ -190,7 +191,7 @@ def longest(
     WALK: tl.constexpr,
 ):
     """The number of accepted drafts of sequence b, from the residual masses of its candidates; at least n."""
-    draft_ptr, _, _, _, _, _ = draft
+    draft_ptr, _, _, _, _, _, _ = draft
     num_drafts, _, num_tiles, _, _ = sizes
     first_draft = b * num_drafts
     for start in range(0, num_drafts, WALK):
@@ -226,6 +227,7 @@ def draw_kernel(
     accept_uniforms_ptr,  # [B, K]
     sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
+    one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
@@ -259,7 +261,7 @@ def draw_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     n = tl.load(num_accepted_ptr + b)
     undecided = n < 0

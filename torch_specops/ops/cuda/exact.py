@@ -66,6 +66,7 @@ def rest_kernel(
     accept_uniforms_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
+    one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
@@ -98,7 +99,7 @@ def rest_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     rule = (temperature, inverse_t, lenience, argmax_gap)
     i = tl.arange(0, FIRST_ROWS).to(tl.int64)
@@ -108,7 +109,7 @@ def rest_kernel(
     )
     if draft_lse_ptr is not None:
         # With draft_lse the sums of draft rows are known, so do not read these rows.
-        draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
+        draft = (None, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, None)
     if accepted_prefix_length(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
             row = tl.where(r <= num_drafts, r, r + FIRST_ROWS)
@@ -151,10 +152,10 @@ def walk(
 @triton.jit
 def draft_state(b, n, partial_ptr, draft, draft_lse_ptr, sizes, BLOCK_T: tl.constexpr):
     """The state (q_shift, q_weight) of draft row n of sequence b; zeros for a one-hot draft."""
-    draft_ptr, _, _, _, _, _ = draft
+    draft_ptr, _, _, _, _, _, one_hot_ptr = draft
     num_drafts, _, num_tiles, rows_per_sequence, _ = sizes
     q_shift, q_weight = 0.0, 0.0
-    if draft_ptr is not None:
+    if draft_ptr is not None and (one_hot_ptr is None or not tl.load(one_hot_ptr + b)):
         row = b * rows_per_sequence + n + (num_drafts + 1)
         q_shift, q_sum = draft_row_stats(partial_ptr, row, draft_lse_ptr, b * num_drafts + n, num_tiles, BLOCK_T)
         q_weight = reciprocal(q_sum)
@@ -170,6 +171,7 @@ def draw_kernel(
     sample_uniforms_ptr,  # [B]
     temperature_ptr,  # [B] or None
     draft_lse_ptr,  # [B, K] or None
+    one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
@@ -208,7 +210,7 @@ def draw_kernel(
     temperature = load_temperature(temperature_ptr, b)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     rule = (temperature, inverse_t, lenience, argmax_gap)
 

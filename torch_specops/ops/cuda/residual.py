@@ -83,12 +83,12 @@ def subtract_draft(p, z_p, b, n, lead, tile, draft, sizes, inverse_t, state, TIL
     else 0. The second result is needed because q is a multiple of p if all logits are equal. The difference would then
     consist of rounding errors, because the two sums may be taken in different orders, or q's sum may come from
     `draft_lse`."""
-    draft_ptr, stride_b, stride_k, stride_v, bounds_ptr, tokens_ptr = draft
+    draft_ptr, stride_b, stride_k, stride_v, bounds_ptr, tokens_ptr, one_hot_ptr = draft
     num_drafts, vocab_size, _, _, num_bounds = sizes
     _, _, q_shift, q_weight = state
-    if draft_ptr is None:
+    if draft_ptr is None or (one_hot_ptr is not None and tl.load(one_hot_ptr + b)):
         token = tl.load(tokens_ptr + n).to(tl.int32)
-        weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), 1.0
+        weight, differs = tl.where(tile_tokens(lead, tile, TILE) == token, 0.0, p), tl.full((), 1.0, tl.float32)
     else:
         row_ptr = draft_ptr + (b * stride_b + n * stride_k)
         bounds_row = b * num_bounds + n + (num_drafts + 1)

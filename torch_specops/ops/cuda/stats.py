@@ -31,7 +31,7 @@ def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, tempera
     """Compute and store the partials of one tile of sequence b. `row` is an index into the K + 1 target rows followed
     by the K draft rows."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
-    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, _ = draft
+    draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, _, one_hot_ptr = draft
     num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds = sizes
     partial_ptr += ((b * rows_per_sequence + row) * num_tiles + tile) * 2
     bounds_row = b * num_bounds + row
@@ -45,7 +45,7 @@ def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, tempera
             else:
                 tile_max, sum_or_token = tile_stats(x, inverse_t)
             store_pair(partial_ptr, tile_max, sum_or_token)
-    if draft_ptr is not None:
+    if draft_ptr is not None and (one_hot_ptr is None or not tl.load(one_hot_ptr + b)):
         i = row - num_drafts - 1
         if (i >= 0) & (i < num_valid) & (temperature > 0):
             row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
@@ -61,6 +61,7 @@ def stats_kernel(
     draft_ptr,  # [B, K, V]; None: its rows are not read
     draft_tokens_ptr,  # [B, K]
     temperature_ptr,  # [B] or None
+    one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] bounds of target rows, then of draft rows if they are filtered; or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
@@ -90,7 +91,7 @@ def stats_kernel(
     num_valid = count_valid(tokens_ptr, num_drafts, vocab_size, BLOCK_K)
     row = tl.where(r < target_rows, r, r + (num_drafts + 1 - target_rows))
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
-    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr)
+    draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
     sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
 
@@ -105,7 +106,9 @@ def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
     filtered_draft = draft if args.filter_draft else None
-    bounds = filter_bounds(target, args.filters, filtered_draft, tile=tile) if args.filters.removes_tokens else None
+    bounds = None
+    if args.filters.removes_tokens:
+        bounds = filter_bounds(target, args.filters, filtered_draft, args.draft_is_one_hot, tile=tile)
     return shared_values(args, tile, num_tiles, rows) | {
         "draft_lse_ptr": launch.contiguous(args.draft_lse),
         "bounds_ptr": bounds,

@@ -53,25 +53,39 @@ def cut_warps(block_g: int, is_contiguous: bool) -> int:
     return 8 if block_g <= FEW_GROUPS and is_contiguous else 16
 
 
-def filter_bounds(logits: Tensor, filters: Filters, draft_logits: Tensor | None = None, *, tile: int) -> Tensor:
+def filter_bounds(
+    logits: Tensor,
+    filters: Filters,
+    draft_logits: Tensor | None = None,
+    draft_is_one_hot: Tensor | None = None,
+    *,
+    tile: int,
+) -> Tensor:
     """The bounds [B, R, 2] float32 of logits [B, R, V] under filters [B]: the cut, and the lowest kept id at the cut,
     whose bits are stored as a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], and the draft's rows
-    come last."""
+    come last. Those of sequences with `draft_is_one_hot` [B] are not read, and have no bounds."""
     batch, num_rows, _ = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
     draft = draft_logits if num_drafts > 0 else None
+    one_hot = launch.contiguous(draft_is_one_hot)
     if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
         # Search the draft's rows in a separate launch, because one launch handles only one dtype and stride.
-        _search(draft, None, filters, bounds, num_rows, tile)
+        _search(draft[:, :0], draft, one_hot, filters, bounds, num_rows, tile)
         draft = None
-    _search(logits, draft, filters, bounds, 0, tile)
+    _search(logits, draft, None if draft is None else one_hot, filters, bounds, 0, tile)
     return bounds
 
 
 def _search(
-    logits: Tensor, draft_logits: Tensor | None, filters: Filters, bounds: Tensor, first_row: int, tile: int
+    logits: Tensor,
+    draft_logits: Tensor | None,
+    one_hot: Tensor | None,
+    filters: Filters,
+    bounds: Tensor,
+    first_row: int,
+    tile: int,
 ) -> None:
     """Write the bounds of the rows of both tensors to `bounds`, in each sequence from row `first_row` on."""
     batch, num_rows, vocab_size = logits.shape
@@ -92,6 +106,7 @@ def _search(
     values = {
         "logits_ptr": logits,
         "draft_ptr": draft_logits,
+        "one_hot_ptr": one_hot,
         "temperature_ptr": filters.temperature,
         "top_k_ptr": filters.top_k,
         "top_p_ptr": filters.top_p,

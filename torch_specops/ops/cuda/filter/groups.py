@@ -80,6 +80,7 @@ def group_sums(x, inverse_t):
 def group_kernel(
     logits_ptr,  # [B, R, V]
     draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
+    one_hot_ptr,  # [B] bool, True: the draft's rows are not read; None = all are
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
@@ -103,6 +104,9 @@ def group_kernel(
     tile = tl.program_id(1)
     r = tl.program_id(2).to(tl.int64)
     temperature = load_temperature(temperature_ptr, b)
+    if one_hot_ptr is not None:
+        # A row with temperature 0 has no bounds, and is not read.
+        temperature = tl.where((r >= num_rows) & tl.load(one_hot_ptr + b), 0.0, temperature)
     top_k, top_p, min_p = load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
     if is_filtered(temperature, top_k, top_p, min_p):
         row_ptr = find_row(logits_ptr, draft_ptr, b, r, num_rows, stride_b, stride_r, stride_draft_b, stride_draft_k)

@@ -135,6 +135,7 @@ def lowest_likely(low, high, min_p, scaling, DTYPE: tl.constexpr):
 def cut_kernel(
     logits_ptr,  # [B, R, V]
     draft_ptr,  # [B, K, V] of the same dtype and stride_v, or None
+    one_hot_ptr,  # [B] bool, True: the draft's rows are not read; None = all are
     temperature_ptr,  # [B] or None
     top_k_ptr,  # [B] or None
     top_p_ptr,  # [B] or None
@@ -170,6 +171,9 @@ def cut_kernel(
     temperature, k, top_p, min_p = 1.0, 0, 1.0, 0.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + b)
+    if one_hot_ptr is not None:
+        # A row with temperature 0 has no bounds, and is not read.
+        temperature = tl.where((r >= num_rows) & tl.load(one_hot_ptr + b), 0.0, temperature)
     if top_k_ptr is not None:
         k = tl.load(top_k_ptr + b)
     if top_p_ptr is not None:
