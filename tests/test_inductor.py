@@ -34,7 +34,8 @@ Prepare = Callable[[Tensor], Tensor]
 def inputs(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Logits with ties, -inf, +inf and NaN; drafts that are accepted, rejected and padding."""
     given = op_arguments(op, BATCH, NUM_DRAFTS, VOCAB_SIZE, dtype=dtype, filtered=False)
-    more = {name for name, value in given.items() if not isinstance(value, Tensor)} | {"temperature", "draft_lse"}
+    more = {name for name, value in given.items() if not isinstance(value, Tensor)}
+    more |= {"temperature", "draft_lse", "draft_is_one_hot"}
     given = {name: value for name, value in given.items() if name not in more}
     rows = given["target_logits" if op in VERIFY_OPS else "logits"]
     rows[::5, ..., 7], rows[1::7, ..., 3], rows[2::7, ..., 5], rows[3::9] = -torch.inf, torch.inf, torch.nan, 0.0

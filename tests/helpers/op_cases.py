@@ -33,9 +33,10 @@ _TEMPERATURE, _RESULT = "Tensor? temperature=None", "-> (Tensor, Tensor)"
 SCHEMAS = {
     "verify_exact": f"specops::verify_exact({_DRAFTS.format('?')}, {_UNIFORMS}, {_TEMPERATURE}, "
     f"Tensor? draft_lse=None, float lenience=1., {_FILTERS}, float argmax_lenience=1., "
-    f"bool filter_draft=True) {_RESULT}",
+    f"bool filter_draft=True, Tensor? draft_is_one_hot=None) {_RESULT}",
     "verify_block": f"specops::verify_block({_DRAFTS.format('?')}, {_UNIFORMS}, {_TEMPERATURE}, "
-    f"Tensor? draft_lse=None, float lenience=1., {_FILTERS}, bool filter_draft=True) {_RESULT}",
+    f"Tensor? draft_lse=None, float lenience=1., {_FILTERS}, bool filter_draft=True, "
+    f"Tensor? draft_is_one_hot=None) {_RESULT}",
     "verify_sigmoid": f"specops::verify_sigmoid({_DRAFTS.format('')}, {_UNIFORMS}, "
     f"float alpha=-1000., float beta=1000., {_TEMPERATURE}) {_RESULT}",
     "verify_gumbel": "specops::verify_gumbel(Tensor target_logits, Tensor draft_tokens, Tensor seeds, "

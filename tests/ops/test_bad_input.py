@@ -36,6 +36,7 @@ TENSORS = {
     "top_k": ("int64 or int32", "[B]"),
     "top_p": ("float32", "[B]"),
     "min_p": ("float32", "[B]"),
+    "draft_is_one_hot": ("bool", "[B]"),
 }
 FLAGS = ("filter_draft",)
 # argument -> (values out of range, other kinds); a number stands for all rows
@@ -81,7 +82,8 @@ def bad_metadata(op: str, name: str) -> Iterator[Bad]:
             wrong = value.index_select(axis, torch.arange(size) % shape[axis])
             yield wrong, ValueError, (axes, str(shape), str(list(wrong.shape)))
     for dtype in ("float64" if "float64" not in dtypes else "bfloat16", "bool", "complex64", "uint8"):
-        yield value.to(getattr(torch, dtype)), TypeError, (dtypes, dtype)
+        if dtype != dtypes:
+            yield value.to(getattr(torch, dtype)), TypeError, (dtypes, dtype)
     if name not in ("target_logits", "logits"):
         yield value.to("meta"), ValueError, ("cpu", "meta")
     yield value.to_sparse(), ValueError, ("strided", "sparse")

@@ -69,12 +69,16 @@ def filter_bounds(
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
     draft = draft_logits if num_drafts > 0 else None
-    one_hot = launch.contiguous(draft_is_one_hot)
+    one_hot = None if draft is None else launch.contiguous(draft_is_one_hot)
     if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
         # Search the draft's rows in a separate launch, because one launch handles only one dtype and stride.
-        _search(draft[:, :0], draft, one_hot, filters, bounds, num_rows, tile)
-        draft = None
-    _search(logits, draft, None if draft is None else one_hot, filters, bounds, 0, tile)
+        temperature = filters.temperature
+        if one_hot is not None:
+            # A row with temperature 0 is not read.
+            temperature = (~one_hot).float() if temperature is None else temperature.masked_fill(one_hot, 0.0)
+        _search(draft, None, None, filters._replace(temperature=temperature), bounds, num_rows, tile)
+        draft = one_hot = None
+    _search(logits, draft, one_hot, filters, bounds, 0, tile)
     return bounds
 
 

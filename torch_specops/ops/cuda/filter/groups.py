@@ -105,7 +105,7 @@ def group_kernel(
     r = tl.program_id(2).to(tl.int64)
     temperature = load_temperature(temperature_ptr, b)
     if one_hot_ptr is not None:
-        # A row with temperature 0 has no bounds, and is not read.
+        # A row with temperature 0 is not read.
         temperature = tl.where((r >= num_rows) & tl.load(one_hot_ptr + b), 0.0, temperature)
     top_k, top_p, min_p = load_filters(b, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
     if is_filtered(temperature, top_k, top_p, min_p):

@@ -172,7 +172,7 @@ def cut_kernel(
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + b)
     if one_hot_ptr is not None:
-        # A row with temperature 0 has no bounds, and is not read.
+        # A row with temperature 0 is not read.
         temperature = tl.where((r >= num_rows) & tl.load(one_hot_ptr + b), 0.0, temperature)
     if top_k_ptr is not None:
         k = tl.load(top_k_ptr + b)
