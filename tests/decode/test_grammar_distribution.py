@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import batch, step
-from torch_specops.drafts import DraftSource, ModelDraft
+from torch_specops.drafts import DraftSource, LookupElse, ModelDraft
 from torch_specops.grammars import allowed_logits
 from torch_specops.testing import EngineReport, check_engine
 
@@ -90,6 +90,11 @@ def test_text_has_the_law_of_the_allowed_tokens(
     expect_laws(report, name, p_values(tokens, laws(temperature, **filters)))
 
 
+def test_looked_up_rows_beside_sampled_ones_keep_their_law(report: Report) -> None:
+    draft = LookupElse(PairModel(TABLES["close"]), min_match=1, num_other_tokens=2)
+    expect_laws(report, "grammar, lookup else", p_values(tokens_of(draft, 1.0, verify="exact"), laws(1.0)))
+
+
 def test_rows_without_a_grammar_keep_their_law(report: Report) -> None:
     tokens = tokens_of(make_draft("close"), 1.0, grammar=lambda row: Table() if row % 2 else None)
     expect_laws(report, "grammar, every other row", p_values(tokens, laws(1.0, lambda row: row % 2 == 1)))
@@ -148,7 +153,7 @@ def test_a_sampled_draft_that_is_left_out_is_caught(monkeypatch: pytest.MonkeyPa
     right = batch.masks_of
 
     def masks_of(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return right(*arguments, **options | {"deterministic": True})
+        return right(*arguments, **options | {"deterministic": [True] * len(options["deterministic"])})
 
     monkeypatch.setattr(batch, "masks_of", masks_of)
     tokens = tokens_of(ModelDraft(PairModel(TABLES["close"])), 0.6)

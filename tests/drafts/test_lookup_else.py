@@ -41,9 +41,9 @@ class ByTheDrawnToken(LookupElse):
     # Asks the model in every step.
     _keeps_states = True  # type: ignore[assignment]
 
-    def _mixed(self, found: Tensor, tokens: Tensor, *others: Any) -> Any:
-        is_chosen = (found[:, :1] >= 0) & (found[:, :1] != tokens[:, :1])
-        return super()._mixed(torch.where(is_chosen, found, -1), tokens, *others)
+    def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
+        is_chosen = (found[:, :1] >= 0) & (found[:, :1] != drawn.tokens[:, :1])
+        return super()._mixed(torch.where(is_chosen, found, -1), drawn)
 
 
 @pytest.mark.parametrize("verify", ["exact", "block"])

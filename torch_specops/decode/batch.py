@@ -335,6 +335,11 @@ class Batch:
         """Return the drafts to verify and their bitmask; `StepPlan.masks` calls this."""
         # `tolist` waits for the drafts, and therefore for the previous step.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
+        deterministic, max_drafts = [proposal.logits is None] * len(drafts), num_draft_tokens
+        if proposal.is_one_hot is not None:
+            deterministic = proposal.is_one_hot.tolist()
+        if proposal.logits is None:
+            max_drafts = max(max_drafts, self._steps.max_forced)
         read = self._reader.pop(early=True)
         if read is not None:
             self._read_early = self._read(*read)
@@ -342,16 +347,16 @@ class Batch:
             self.rows,
             drafts,
             self._target.vocab_size,
-            deterministic=proposal.logits is None,
-            max_drafts=max(num_draft_tokens, self._steps.max_forced),
+            deterministic=deterministic,
+            max_drafts=max_drafts,
             width=num_draft_tokens if is_compiled else None,
         )
         device = proposal.tokens.device
         if device.type == "cuda":
             tokens, bitmask = (each.pin_memory().to(device, non_blocking=True) for each in (tokens, bitmask))
-        probabilities = (proposal.logits, proposal.lse)
-        logits, lse = (None if each is None else each[:, : tokens.shape[1]] for each in probabilities)
-        return Draft(tokens, logits, lse, proposal.matches), bitmask
+        width = tokens.shape[1]
+        logits, lse = (None if each is None else each[:, :width] for each in (proposal.logits, proposal.lse))
+        return replace(proposal, tokens=tokens, logits=logits, lse=lse), bitmask
 
     def _read(self, record: Tensor, planned: PlannedStep) -> RowResults:
         """Process the record of a step: update the statistics and the rows, and end rows that have finished."""

@@ -55,15 +55,15 @@ def masks_of(
     drafts: Sequence[Sequence[int]],
     vocab_size: int,
     *,
-    deterministic: bool,
+    deterministic: Sequence[bool],
     max_drafts: int,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The drafts to verify, and the tokens that may come next at each position of a step. The tokens before a position
     are the sequence and the drafts before the position.
 
-    If the source is deterministic, a forbidden draft is dropped with the drafts after it, and forced tokens fill the
-    free positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn
+    If a row's drafts are deterministic, a forbidden draft is dropped with the drafts after it, and forced tokens fill
+    the free positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn
     from the residual. If it were dropped, the next token would be drawn from p, which would change the output's
     distribution.
 
@@ -74,7 +74,7 @@ def masks_of(
         rows: the B rows of the batch.
         drafts: the drafts of each row; tokens from the first outside [0, V) on are ignored.
         vocab_size: the size of the logits, V.
-        deterministic: whether the drafts come from a deterministic source, without sampling.
+        deterministic: for each row, whether its drafts are deterministic or share the target's noise.
         max_drafts: the largest number of drafts of a row, including forced tokens.
         width: K; None = the largest number of drafts of any row.
 
@@ -88,7 +88,7 @@ def masks_of(
         if row.grammar is not None and not row.ended:
             most = max(min(row.limit - row.length - 1, max_drafts), 0)
             walk = _Walk(row, row.grammar, bitmask[index], vocab_size)
-            chosen[index] = walk.drafts(chosen[index][:most], most, deterministic)
+            chosen[index] = walk.drafts(chosen[index][:most], most, deterministic[index])
     width = max(map(len, chosen)) if width is None else width
     padded = [row_drafts + [-1] * (width - len(row_drafts)) for row_drafts in chosen]
     tokens = torch.tensor(padded, dtype=torch.int64, device="cpu")

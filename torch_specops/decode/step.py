@@ -101,7 +101,8 @@ class Verifier:
 
         Args:
             target_logits: [B, K+1, V].
-            draft: tokens [B, K], with their logits [B, K, V] and logsumexp [B, K] if they were sampled.
+            draft: tokens [B, K], with their logits [B, K, V] and logsumexp [B, K] if they were sampled, and
+                `is_one_hot` [B] if only some rows were.
             numbers: [B, K] and [B] float32 in [0, 1), for the acceptance tests and for the next token; for "gumbel" the
                 seeds and the lengths of the sequences, both [B] int64.
             sampling: temperature and filters of each row.
@@ -111,7 +112,8 @@ class Verifier:
             num_accepted [B] int64.
 
         Raises:
-            ValueError: logits of a wrong shape, as from a model that ignores `num_logits`.
+            ValueError: logits of a wrong shape, as from a model that ignores `num_logits`; "sigmoid" with rows that are
+                one-hot.
         """
         expected = (draft.tokens.shape[0], draft.tokens.shape[1] + 1)
         if target_logits.shape[:-1] != expected:
@@ -129,15 +131,18 @@ class Verifier:
             return tokens.unsqueeze(1), torch.zeros_like(tokens)
         if self.op == "sigmoid":
             # `verify_sigmoid` takes no filters, so filter the logits of target and draft first.
+            if draft.is_one_hot is not None:
+                raise ValueError("verify: 'sigmoid' expects a draft with probabilities in all rows, got `is_one_hot`")
             target_logits, filters = filtered(target_logits, sampling), {}
             if draft.logits is not None:
                 draft_logits = filtered(draft.logits, sampling)
                 arguments = (target_logits, draft.tokens, draft_logits, *numbers)
                 return verify_sigmoid(*arguments, self.alpha, self.beta, temperature)
         drafts = (draft.tokens, draft.logits, *numbers, temperature, draft.lse)
+        options = filters | {"draft_is_one_hot": draft.is_one_hot}
         if self.op == "block":
-            return verify_block(target_logits, *drafts, **filters)
-        return verify_exact(target_logits, *drafts, self.lenience, **filters, argmax_lenience=self.argmax_lenience)
+            return verify_block(target_logits, *drafts, **options)
+        return verify_exact(target_logits, *drafts, self.lenience, **options, argmax_lenience=self.argmax_lenience)
 
 
 def speculative_step(
@@ -199,8 +204,11 @@ def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -
     is_draft = is_inside & (tokens >= 0) & (tokens < target.vocab_size)
     # Keep `undrafted` tokens in sampled drafts: if padding depended on the drawn tokens, the output's distribution
     # would change.
-    for token in target.undrafted if proposal.logits is None else ():
-        is_draft = is_draft & (tokens != token)
+    is_sampled: bool | Tensor = proposal.logits is not None
+    if proposal.is_one_hot is not None:
+        is_sampled = ~proposal.is_one_hot.unsqueeze(1)
+    for token in target.undrafted:
+        is_draft = is_draft & ((tokens != token) | is_sampled)
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
 
@@ -214,8 +222,8 @@ def _chosen_drafts(target: LanguageModel, state: DecodeState, proposal: Draft, p
     if min(counts) == proposal.tokens.shape[1]:
         return proposal, num_proposed
     tokens = torch.where(torch.arange(most, device="cpu") < num_proposed.unsqueeze(1), proposal.tokens[:, :most], -1)
-    probabilities = (None if each is None else each[:, :most] for each in (proposal.logits, proposal.lse))
-    return Draft(tokens, *probabilities), num_proposed
+    logits, lse = (None if each is None else each[:, :most] for each in (proposal.logits, proposal.lse))
+    return replace(proposal, tokens=tokens, logits=logits, lse=lse), num_proposed
 
 
 def _read_drafts(

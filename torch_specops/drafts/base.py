@@ -28,12 +28,16 @@ class Draft:
         lse: [B, K] float32, the logsumexp that `sample` returned with each token; None if `logits` is None.
         matches: [B] int64, for drafts from a lookup: the length of each sequence's match in tokens; None = not known.
             The schedule `Auto` uses the lengths to estimate acceptance.
+        is_one_hot: [B] bool, True for sequences whose drafts are deterministic although `logits` is given; their
+            logits and lse are not used. None = none of them, or all if `logits` is None. It may depend on the sequence,
+            but not on a drawn token.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     lse: Tensor | None = None
     matches: Tensor | None = None
+    is_one_hot: Tensor | None = None
 
 
 def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
@@ -209,12 +213,20 @@ def _checked_proposal(
         ("logits", draft.logits, [*shape, vocab_size]),
         ("lse", draft.lse, shape),
         ("matches", draft.matches, shape[:1]),
+        ("is_one_hot", draft.is_one_hot, shape[:1]),
     ):
         if value is not None and list(getattr(value, "shape", ())) != expected:
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
             raise ValueError(f"draft: expected {part} {expected} from {name}, got {got}")
-    if draft.matches is not None and draft.matches.dtype != torch.int64:
-        raise TypeError(f"draft: expected int64 matches from {name}, got {draft.matches.dtype}")
+    for part, row_values, dtype in (
+        ("matches", draft.matches, torch.int64),
+        ("is_one_hot", draft.is_one_hot, torch.bool),
+    ):
+        if row_values is not None and row_values.dtype != dtype:
+            expected_dtype = str(dtype).removeprefix("torch.")
+            raise TypeError(f"draft: expected {expected_dtype} {part} from {name}, got {row_values.dtype}")
+    if draft.is_one_hot is not None and draft.logits is None:
+        raise ValueError(f"draft: expected no is_one_hot without logits from {name}; all drafts are one-hot then")
     if is_eager_cpu(tokens, lengths):
         largest = int(draft.tokens.max()) if draft.tokens.numel() > 0 else -1
         if largest >= vocab_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -151,9 +152,8 @@ class HierarchicalDraft(ModelDraft):
                 output, num_accepted = verify_gumbel(rows, inner.tokens, seeds, lengths + count, **filters)
             else:
                 accept, sample = _at_places(pairs, places)
-                output, num_accepted = verify_exact(
-                    rows, inner.tokens, inner.logits, accept, sample, draft_lse=inner.lse, **filters
-                )
+                options = filters | {"draft_lse": inner.lse, "draft_is_one_hot": inner.is_one_hot}
+                output, num_accepted = verify_exact(rows, inner.tokens, inner.logits, accept, sample, **options)
                 logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
                 logits = logits.scatter(1, places.unsqueeze(2).expand_as(rows), rows)
             # `output` is -1 after the next token. A later forward overwrites the -1.
@@ -184,7 +184,7 @@ class HierarchicalDraft(ModelDraft):
         rows = self.model.forward(written.gather(1, positions), positions, places.shape[1])
         if sampling.processors is not None:
             rows = sampling.process(rows, text.scatter(1, places[:, :-1], drafts), places)
-        return Draft(drafts, inner.logits, inner.lse), rows
+        return replace(inner, tokens=drafts), rows
 
     def _inner_seeds(self, seeds: Tensor, lengths: Tensor) -> Tensor:
         """[B, F] int64, a seed of the inner source for each of F forwards. Used if the inner source samples."""

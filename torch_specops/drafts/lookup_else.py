@@ -26,8 +26,8 @@ class LookupElse(SampledDraft):
     """Drafts each row by a lookup if at least `min_match` tokens match, and by another source otherwise.
 
     The choice depends on the row's sequence alone, so the target's distribution is kept. Looked-up drafts are
-    deterministic. Beside rows whose drafts were sampled, their q is one-hot in `Draft.logits`: 0 for the draft, -inf
-    elsewhere. With `verify="gumbel"` the output of a seed is the same as with any other draft.
+    deterministic: beside rows whose drafts were sampled, `Draft.is_one_hot` marks them. With `verify="gumbel"` the
+    output of a seed is the same as with any other draft.
 
     Args:
         other: a draft model or a source.
@@ -196,9 +196,9 @@ class LookupElse(SampledDraft):
         drawn = ask(tokens, lengths, count, sampling, seeds)
         if is_eager:
             if not bool(is_found.any()):
-                return Draft(*drawn)
-            found = _without_padding(torch.where(is_found, found, -1), drawn[0].shape[1])
-        return Draft(*self._piece(self._mixed, found.shape[1])(found, *drawn))
+                return drawn
+            found = _without_padding(torch.where(is_found, found, -1), drawn.tokens.shape[1])
+        return self._piece(self._mixed, found.shape[1])(found, drawn)
 
     @property
     def _keeps_states(self) -> bool:
@@ -206,29 +206,22 @@ class LookupElse(SampledDraft):
 
     def _look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """The looked-up drafts [B, K]; -1 where there are none."""
-        found = self.lookup.propose(tokens, lengths, num_draft_tokens).tokens
-        for token in self._target.undrafted:
-            found = torch.where(found == token, -1, found)
-        return found
+        return self.lookup.propose(tokens, lengths, num_draft_tokens).tokens
 
     def _ask_other(
         self, tokens: Tensor, lengths: Tensor, count: int, sampling: SamplingTensors, seeds: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        draft = proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
-        return draft.tokens, draft.logits, draft.lse
+    ) -> Draft:
+        return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
 
-    def _mixed(
-        self, found: Tensor, tokens: Tensor, logits: Tensor | None, lse: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
         """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded to K."""
-        is_found, more = found[:, :1] >= 0, found.shape[1] - tokens.shape[1]
-        mixed = torch.where(is_found, found, pad(tokens, (0, more), value=-1))
-        if logits is None:
-            return mixed, None, None
-        logits = pad(logits, (0, 0, 0, more))
-        one_hot = torch.full_like(logits, -torch.inf).scatter(2, found.clamp(min=0).unsqueeze(2), 0.0)
-        lse = None if lse is None else torch.where(is_found, 0.0, pad(lse, (0, more)))
-        return mixed, torch.where(is_found.unsqueeze(2), one_hot, logits), lse
+        is_found, more = found[:, 0] >= 0, found.shape[1] - drawn.tokens.shape[1]
+        mixed = torch.where(is_found.unsqueeze(1), found, pad(drawn.tokens, (0, more), value=-1))
+        if drawn.logits is None:
+            return Draft(mixed)
+        logits, lse = pad(drawn.logits, (0, 0, 0, more)), None if drawn.lse is None else pad(drawn.lse, (0, more))
+        is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
+        return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
 
 
 def _without_padding(found: Tensor, least: int = 1) -> Tensor:
