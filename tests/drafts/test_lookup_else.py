@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, sh
 from torch import Tensor
 
 from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops.decode.step import checked_drafts
 from torch_specops.drafts import (
     Draft,
     DraftSource,
@@ -142,10 +145,14 @@ def test_lookup_else_follows_its_parts() -> None:
     draft.start(tokens, lengths, 12)
     greedy = SamplingParams(temperature=0.0)
     proposal = draft.propose(tokens, lengths, 4, greedy.tensors(3), torch.arange(3))
-    # The first row has its drafts from the model, because token 3, the placeholder of an image, is not looked up. The
-    # second row has none, because the model cannot read six tokens.
-    assert proposal.tokens[0, 0] >= 0 and proposal.tokens[1].tolist() == [-1] * 4
-    assert proposal.tokens[2].tolist() == [1, 0, 1, 0]
+    # The second row has no drafts, because the model cannot read six tokens.
+    assert proposal.tokens.tolist() == [[3, 1, 2, 3], [-1] * 4, [1, 0, 1, 0]]
+    # The loop leaves out token 3, the placeholder of an image, in a looked-up row, but not in a sampled one.
+    proposal = replace(proposal, is_one_hot=torch.tensor([True, False, False]))
+    state: Any = SimpleNamespace(lengths=lengths, limits=lengths + 9, finished=lengths == 0)
+    for drafts, num_proposed in (([1, 3, 1, 2], [1, 0, 4]), ([1, 2, 1, 2], [4, 0, 4])):
+        proposal = replace(proposal, tokens=torch.tensor([drafts, [-1] * 4, [1, 3, 1, 0]]))
+        assert checked_drafts(proposal, state, target)[1].tolist() == num_proposed
     # Without looked-up drafts, an eager step verifies no more than the model's.
     row = tokens[[1]], lengths[[2]]
     draft.start(*row, 12)

@@ -77,10 +77,11 @@ ONE_ENTRY = "k3 k0 bf16 fp16 batch_sliced pad_ragged target_nan draft_nan mixed_
 MANY_TILES = (
     "k3 bf16 fp16_fp32 bf16_fp16 batch_sliced vocab_sliced_bf16 transposed_fp16 sequence_sliced pad_ragged target_nan "
     "mixed_nonfinite masked overflow greedy_plateaus opposite float64_uniforms tie_below_one tie_same one_hot_cold "
+    "mixed_one_hot mixed_one_hot_late mixed_one_hot_lse "
     "lse_k8_bf16 lse_temperature lse_nonfinite lenience_0.3 argmax_lenience_mixed long scale_narrow"
 )
 # A row's filters are sorted out in Python by the oracle, 0.1 s for a row of 50,257 entries.
-FILTERS = "top_k top_p min_p filters_temperature filters_plateaus filters_masked filters_strided filters_lse"
+FILTERS = "top_k top_p min_p filters_temperature filters_plateaus filters_masked filters_strided filters_lse mixed_one_hot_filters"
 ON_DEVICE = (
     CaseSet(1, ONE_ENTRY),
     # One tile of 1,024 entries; two, of which the second has one entry of a row.
@@ -94,7 +95,9 @@ ON_DEVICE = (
 )
 UNDER_STAND_IN = (
     CaseSet(1, "k0 pad_ragged"),
-    CaseSet(17, "b0 bf16_fp16 vocab_sliced_bf16 transposed_fp16 mixed_nonfinite one_hot lse_temperature"),
+    CaseSet(
+        17, "b0 bf16_fp16 vocab_sliced_bf16 transposed_fp16 mixed_nonfinite one_hot lse_temperature mixed_one_hot_lse"
+    ),
     CaseSet(67, "bf16_fp16"),
     CaseSet(67, "filters_temperature", max_rows=2, max_drafts=1),
 )

@@ -335,11 +335,9 @@ class Batch:
         """Return the drafts to verify and their bitmask; `StepPlan.masks` calls this."""
         # `tolist` waits for the drafts, and therefore for the previous step.
         drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
-        deterministic, max_drafts = [proposal.logits is None] * len(drafts), num_draft_tokens
+        deterministic = [proposal.logits is None] * len(drafts)
         if proposal.is_one_hot is not None:
             deterministic = proposal.is_one_hot.tolist()
-        if proposal.logits is None:
-            max_drafts = max(max_drafts, self._steps.max_forced)
         read = self._reader.pop(early=True)
         if read is not None:
             self._read_early = self._read(*read)
@@ -348,7 +346,7 @@ class Batch:
             drafts,
             self._target.vocab_size,
             deterministic=deterministic,
-            max_drafts=max_drafts,
+            max_drafts=max(num_draft_tokens, self._steps.max_forced),
             width=num_draft_tokens if is_compiled else None,
         )
         device = proposal.tokens.device

@@ -63,8 +63,8 @@ def masks_of(
     are the sequence and the drafts before the position.
 
     If a row's drafts are deterministic, a forbidden draft is dropped with the drafts after it, and forced tokens fill
-    the free positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is drawn
-    from the residual. If it were dropped, the next token would be drawn from p, which would change the output's
+    the free positions. A forbidden draft that was sampled stays: its p is 0, so it is rejected, and the next token is
+    drawn from the residual. If it were dropped, the next token would be drawn from p, which would change the output's
     distribution.
 
     If the grammar raises at a position or allows no token there, the mask of that position is empty. The row ends with
