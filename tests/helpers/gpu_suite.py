@@ -81,7 +81,10 @@ MANY_TILES = (
     "lse_k8_bf16 lse_temperature lse_nonfinite lenience_0.3 argmax_lenience_mixed long scale_narrow"
 )
 # A row's filters are sorted out in Python by the oracle, 0.1 s for a row of 50,257 entries.
-FILTERS = "top_k top_p min_p filters_temperature filters_plateaus filters_masked filters_strided filters_lse mixed_one_hot_filters"
+FILTERS = (
+    "top_k top_p min_p filters_temperature filters_plateaus filters_masked filters_strided filters_lse "
+    "mixed_one_hot_filters"
+)
 ON_DEVICE = (
     CaseSet(1, ONE_ENTRY),
     # One tile of 1,024 entries; two, of which the second has one entry of a row.
