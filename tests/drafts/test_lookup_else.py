@@ -13,6 +13,7 @@ import torch
 from chains import expect_caught, expect_laws
 from report import Report
 from tiny_eagle3 import trained_head
+from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_laws import TABLES, TARGET, V, first_tokens, p_values, pair_laws
 from tiny_loops import DRAFTS, Pauses, decode, expected_rows, new_tokens
@@ -132,6 +133,31 @@ def test_lookup_else_gives_the_text_of_its_seed() -> None:
             ]
             texts.append([text for output in outputs for text in new_tokens(output)])
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("kind", "num_drafts"), [("inside a hierarchical draft", 2), ("with a grammar", 5)])
+def test_lookup_else_gives_the_text_of_its_seed_in_any_batch(kind: str, num_drafts: int) -> None:
+    """Whether the other source is asked in a step depends on all rows; the drafts of a row do not."""
+    target = shared_tiny("llama")
+    near, far = perturbed(target), shared_tiny("llama", seed=3)
+    prompts, mask = padded([[*prompt, 5, 6, 5, 6] for prompt in PROMPTS] + [[9, 3, 9], [5, 6, 7, 5], [2, 2, 2]], "left")
+    temperatures = [0.0, 1.0, 0.7, 0.0, 1.2, 0.5]
+
+    def texts(rows: list[int]) -> list[list[int]]:
+        options: dict[str, Any] = {}
+        if kind == "with a grammar":
+            draft: DraftSource = LookupElse(near, min_match=1, num_other_tokens=3)
+            options["grammar"] = [Allowing(by_turns) for _ in rows]
+        else:
+            draft = HierarchicalDraft(near, LookupElse(far, min_match=1))
+        decoder = SpeculativeDecoder(target, draft, schedule="constant", num_draft_tokens=num_drafts, verify="exact")
+        sampling = SamplingParams(temperature=[temperatures[row] for row in rows])
+        output = decoder.generate(
+            prompts[rows], attention_mask=mask[rows], max_new_tokens=25, seed=rows, sampling=sampling, **options
+        )
+        return new_tokens(output)
+
+    assert texts(list(range(6))) == [texts([row])[0] for row in range(6)]
 
 
 def test_lookup_else_follows_its_parts() -> None:

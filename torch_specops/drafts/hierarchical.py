@@ -15,7 +15,7 @@ from ..ops import verify_exact, verify_gumbel
 from ..ops.tracing import is_eager_cpu
 from ..ops.uniforms import inner_seeds
 from ..sampling import SamplingTensors
-from .base import AnyDraft, Draft, proposal_of, readable_lengths
+from .base import AnyDraft, Draft, DraftSource, proposal_of, readable_lengths
 from .lookup import PromptLookup
 from .model import ModelDraft, as_draft_source
 
@@ -70,8 +70,7 @@ class HierarchicalDraft(ModelDraft):
     ) -> None:
         super().__init__(model)
         inner = as_draft_source(inner, "inner") or PromptLookup()
-        if inner.feature_layers:
-            raise ValueError(f"inner: expected a source that reads tokens alone, got {type(inner).__name__}")
+        _check_reads_tokens(inner)
         if inner.vocab_size is not None and inner.vocab_size != self.vocab_size:
             raise ValueError(f"inner: expected the model's {self.vocab_size} tokens, got {inner.vocab_size}")
         if inner.device is not None and inner.device != self.device:
@@ -87,6 +86,8 @@ class HierarchicalDraft(ModelDraft):
     def bind(self, target: LanguageModel) -> None:
         super().bind(target)
         self.inner.bind(target)
+        # A source may know its layers only now.
+        _check_reads_tokens(self.inner)
 
     def expect(self, num_draft_tokens: int) -> None:
         # The model may read more than K tokens in a step: a row that has K drafts still reads inner drafts after them,
@@ -198,3 +199,8 @@ def _at_places(pairs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     places = places.clamp(max=pairs.shape[1] - 1)
     accept, sample = pairs[..., 0].gather(1, places[:, :-1]), pairs[..., 1].gather(1, places[:, :1])
     return accept.contiguous(), sample.squeeze(1)
+
+
+def _check_reads_tokens(inner: DraftSource) -> None:
+    if inner.feature_layers:
+        raise ValueError(f"inner: expected a source that reads tokens alone, got {type(inner).__name__}")

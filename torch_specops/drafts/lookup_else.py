@@ -158,6 +158,8 @@ class LookupElse(SampledDraft):
         return static_tensors_of(*self.inside)
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
+        # Inside a hierarchical draft, the sequence of an unfinished row may be as long as before.
+        self._last_lengths = torch.zeros_like(lengths)
         ends = readable_lengths(self.other, tokens, lengths)
         if isinstance(self.other, FeatureDraft):
             self.other.catch_up(tokens, ends, num_steps)
@@ -186,7 +188,7 @@ class LookupElse(SampledDraft):
             if is_eager and not self._keeps_states and bool((is_found.squeeze(1) | has_ended).all()):
                 # Skip `other`: it reads these tokens when `propose` next asks it. Looked-up drafts need no logits.
                 self._num_read = num_read
-                return Draft(_without_padding(found))
+                return Draft(found)
             num_unread = int((lengths - 2 - num_read).max())
             self._num_read = torch.where(is_found.squeeze(1), lengths, ALL_READ)
         if num_unread > 0 and not isinstance(self.other, FeatureDraft):
@@ -194,10 +196,8 @@ class LookupElse(SampledDraft):
         count = min(num_draft_tokens, self.num_other_tokens)
         ask = self._ask_other if self.other.compiles_itself else self._piece(self._ask_other, count)
         drawn = ask(tokens, lengths, count, sampling, seeds)
-        if is_eager:
-            if not bool(is_found.any()):
-                return drawn
-            found = _without_padding(torch.where(is_found, found, -1), drawn.tokens.shape[1])
+        if is_eager and not bool(is_found.any()):
+            return drawn
         return self._piece(self._mixed, found.shape[1])(found, drawn)
 
     @property
@@ -222,12 +222,6 @@ class LookupElse(SampledDraft):
         logits, lse = pad(drawn.logits, (0, 0, 0, more)), None if drawn.lse is None else pad(drawn.lse, (0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
-
-
-def _without_padding(found: Tensor, least: int = 1) -> Tensor:
-    """Drafts [B, K] without the columns at the end that are padding in all rows, but at least `least` columns."""
-    width = int((found >= 0).cumprod(1).sum(1).max())
-    return found[:, : max(width, least)]
 
 
 def _keeps_states(part: Part) -> bool:
