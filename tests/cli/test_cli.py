@@ -243,7 +243,7 @@ BAD = {
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
         (["--draft", "eagle3:/no/such/head"], "draft: there is no folder '/no/such/head', and it is no hub id"),
         (["--draft", "dflash:"], "draft: expected a folder or a hub id after 'dflash:'"),
-        (["--draft", "peagle:austen-bytes"], "config: expected architectures ['LlamaForCausalLMEagle3'] with ptd"),
+        (["--draft", "peagle:austen-bytes"], "config: expected architectures ['LlamaForCausalLMEagle3'] with"),
         (["--draft", "ngram:/no/such/text"], "draft: cannot read '/no/such/text' as UTF-8 text"),
         (["--prompt", ""], "prompt: expected a text, got an empty one"),
         (["--threads", "0"], "threads: expected a number >= 1, got 0"),

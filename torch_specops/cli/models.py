@@ -49,7 +49,7 @@ PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
 NGRAM, EARLY_EXIT = "ngram:", "early-exit:"
 EAGLE3, PEAGLE, DFLASH = "eagle3:", "peagle:", "dflash:"
-PUBLISHED = {EAGLE3: Eagle3, PEAGLE: PEagle, DFLASH: DFlash}
+PUBLISHED: dict[str, type[Eagle3 | PEagle | DFlash]] = {EAGLE3: Eagle3, PEAGLE: PEagle, DFLASH: DFlash}
 INT8, OWN_MTP = "int8", "mtp"
 # Another value of `--draft` comes after this prefix.
 LOOKUP_ELSE = "lookup-else:"
