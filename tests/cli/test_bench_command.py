@@ -21,6 +21,7 @@ from torch_specops.cli import loading, models, options, plot, providers, results
 from torch_specops.cli.comparison import Case, Comparison, Run, padded
 from torch_specops.cli.prompts import read_questions
 from torch_specops.decode import SpeculativeDecoder
+from torch_specops.drafts import EarlyExit, LookupElse, PromptLookup
 from torch_specops.sampling import SamplingParams
 
 GENERATE = "transformers generate"
@@ -141,16 +142,19 @@ def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", watched)
     monkeypatch.setattr(providers, "SpeculativeDecoder", recorded)
-    own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "3"]
-    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "early-exit:1", *own)
+    own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "7"]
+    result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "lookup-else:early-exit:1", *own)
     assert result.exit_code == 0, result.output
     assert "sampled outputs are not compared" in result.stdout
     # Forwards of the target are also those of the draft, so they do not count steps.
     assert len(re.findall(r"^transformers assisted.* -( +-)+ *$", result.stdout, re.MULTILINE)) == 2
-    options = {"num_draft_tokens": 3, "schedule": "heuristic", "compile": False}
+    options = {"num_draft_tokens": 7, "schedule": "heuristic", "compile": False}
     assert made == [options, options | {"verify": "block"}]
-    # Transformers' default is not 3.
-    assert numbers[0] == 3 and len(set(numbers)) == 2
+    # As many as `LookupElse` asks of the early exit. Transformers' default is not 5.
+    assert numbers[0] == 5 and len(set(numbers)) == 2
+    early_exit = EarlyExit(1)
+    asked = [models.num_assisted_tokens(draft, None) for draft in (LookupElse(early_exit), early_exit, PromptLookup())]
+    assert asked == [2, 2, 10]
 
 
 def test_every_provider_has_the_filters(loaded: tuple[models.Models, list[Tensor]]) -> None:

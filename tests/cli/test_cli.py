@@ -233,7 +233,8 @@ BAD = {
         (["--temperature", "nan"], "temperature: expected 0 (greedy) or finite numbers >= 1e-30, got nan"),
         (["--draft", "early-exit:9"], "draft: 'early-exit:9': num_layers: expected 1 to 2, got 9"),
         (["--draft", "promt-lookup"], "draft: there is no 'promt-lookup'; did you mean 'prompt-lookup'?"),
-        (["--draft", "lookup-else:"], "draft: expected another draft after 'lookup-else:'"),
+        (["--draft", "lookup-else:"], "draft: expected another draft after 'lookup-else:', got ''"),
+        (["--draft", "lookup-else:lookup-else:int8"], "draft: expected another draft after 'lookup-else:', got 'look"),
         (
             ["--draft", "ngrams:text"],
             "draft: 'ngrams:text' is no folder and no hub id; other values are prompt-lookup,",
@@ -242,6 +243,7 @@ BAD = {
         (["--draft", "early-exit:all"], "draft: expected a number of layers after 'early-exit:', got 'all'"),
         (["--draft", "eagle3:/no/such/head"], "draft: there is no folder '/no/such/head', and it is no hub id"),
         (["--draft", "dflash:"], "draft: expected a folder or a hub id after 'dflash:'"),
+        (["--draft", "peagle:austen-bytes"], "config: expected architectures ['LlamaForCausalLMEagle3'] with"),
         (["--draft", "ngram:/no/such/text"], "draft: cannot read '/no/such/text' as UTF-8 text"),
         (["--prompt", ""], "prompt: expected a text, got an empty one"),
         (["--threads", "0"], "threads: expected a number >= 1, got 0"),

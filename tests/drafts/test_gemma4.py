@@ -24,7 +24,7 @@ from tiny_laws import V, first_tokens, model_laws, p_values
 from tiny_loops import GREEDY, Given, Recording, new_tokens
 from tiny_models import greedy_alone, padded, raised, shared_tiny
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation, generate
 from torch_specops.compilation import compile_piece
@@ -209,7 +209,8 @@ def test_the_law_test_catches_wrong_drafts(report: Report) -> None:
 def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "compile_piece", lambda function, **options: function)
     target, assistant = tiny_gemma4(TOKENS)
-    assistant.generation_config.num_assistant_tokens = 3
+    config = assistant.generation_config
+    config.num_assistant_tokens = 3
     options: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 12}
     expected = target.generate(INPUT_IDS, do_sample=False, **options)
     options |= {"custom_generate": custom_generate, "assistant_model": assistant, "return_dict_in_generate": True}
@@ -219,6 +220,24 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(output.sequences, expected) and len(output.stats.accepted_at) == 3
         kept.append(door._decoders.get(target))
     assert kept[1] is not None and kept[1].decoder is kept[2].decoder
+    # A compiled decoder is not kept for another K, whoever reads it from the assistant's settings.
+    for count, is_wrapped in ((5, False), (4, True), (2, True)):
+        config.num_assistant_tokens = count
+        own = Gemma4Assistant(assistant) if is_wrapped else assistant
+        output = target.generate(INPUT_IDS, do_sample=False, compile=True, **options | {"assistant_model": own})
+        assert torch.equal(output.sequences, expected) and len(output.stats.accepted_at) == count
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"num_assistant_tokens": 0}, ValueError, "num_assistant_tokens: expected a number >= 1, got 0"),
+        ({"num_assistant_tokens_schedule": "none"}, ValueError, "num_assistant_tokens_schedule: expected one of"),
+        ({"assistant_confidence_threshold": 0.4}, NotImplementedError, "assistant_confidence_threshold: .*, got 0.4"),
+    ]
+
+    def with_settings(fields: dict[str, Any]) -> None:
+        assistant.generation_config = GenerationConfig(**fields)
+        target.generate(INPUT_IDS, **options)
+
+    assert raised(with_settings, bad) == []
+    assistant.generation_config = config
     sampled = target.generate(INPUT_IDS, do_sample=True, seed=3, **options)
     seeds = sampled.stats.seeds
     draft = Gemma4Assistant(assistant)
@@ -229,6 +248,8 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_that_do_not_fit() -> None:
     target, assistant = tiny_gemma4(TOKENS)
     other, sizes = "draft: the head is for another target: ", "key heads and their size in "
+    none = tiny_gemma4(TOKENS)[1]
+    none.generation_config.num_assistant_tokens = 0
     flash, ordered = tiny_gemma4(TOKENS)[1], tiny_gemma4(TOKENS, "ordered")[1]
     flash.config.text_config._attn_implementation = "flex_attention"
     ordered.masked_embedding.token_ordering.zero_()
@@ -237,6 +258,7 @@ def test_models_that_do_not_fit() -> None:
     of_models: list[tuple[Any, type[Exception], str]] = [
         (target, TypeError, "model: expected a Gemma 4 assistant of transformers, got .*Gemma4ForCausalLM"),
         ("assistant", TypeError, "model: expected a Gemma 4 assistant of transformers, got <class 'str'>"),
+        (none, ValueError, "num_assistant_tokens: expected a number >= 1, got 0"),
         (flash, ValueError, "model: attention 'flex_attention' takes no mask"),
         (ordered, ValueError, "model: expected each of 8 tokens once in token_ordering"),
         (few, ValueError, "model: expected num_centroids that .* at least centroid_intermediate_top_k = 5, got 4"),

@@ -22,7 +22,7 @@ from . import options, results
 from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
-from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
+from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models, num_assisted_tokens
 from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import ASSISTED, make_providers, refusal
@@ -113,9 +113,10 @@ def bench(
 
     "transformers generate" has no draft. "transformers assisted" is assisted generation with the same draft and K, and
     for a draft model also with "own K", the default of transformers. "specops" is this package, without and with the
-    draft. Assisted generation takes one prompt at a time. Its prompt lookup is "prompt-lookup:2". Assisted generation
-    is left out where transformers refuses it, as for models that keep a recurrent state. Prompts go through the model's
-    chat template, if it has any.
+    draft. Assisted generation takes one prompt at a time. Its prompt lookup is "prompt-lookup:2". For
+    "lookup-else:NAME" it drafts with NAME alone, and K is that of NAME. Assisted generation is left out where
+    transformers refuses it, as for models that keep a recurrent state. Prompts go through the model's chat template, if
+    it has any.
 
     After a warm-up, all of these run in turns. Each table is printed once it is measured; the lines below the last
     table explain the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models.
@@ -141,6 +142,7 @@ def bench(
         _check_files(json_file, plot_file)
         samplings = [SamplingParams(each, top_k, top_p, min_p) for each in temperatures]
         models, tokenizer = load_models(console, target, draft, torch_device, getattr(torch, dtype))
+        assisted_tokens = num_assisted_tokens(models.draft, num_draft_tokens)
         if num_draft_tokens is None:
             num_draft_tokens = default_num_draft_tokens(models.draft)
         tokens = [encode(tokenizer, question.text)[0] for question in questions]
@@ -162,7 +164,7 @@ def bench(
         # Do not use "auto" on a CPU, because it might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
         how = schedule, verify, default if compile is None else compile
-        providers = make_providers(models, num_draft_tokens, *how)
+        providers = make_providers(models, num_draft_tokens, *how, assisted_tokens)
         reasons = {way.name: refusal(way) for way in providers if way.name.startswith(ASSISTED)}
         refused = {name: reason for name, reason in reasons.items() if reason}
         providers = [way for way in providers if way.name not in refused]

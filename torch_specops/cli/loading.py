@@ -152,7 +152,8 @@ def _load(what: str, kind: str, name: str | os.PathLike[str], **options: Any) ->
     # Catch all exceptions, because a damaged, missing or wrong file can raise any error of its reader.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{what}: cannot load {str(path)!r}: {reason}") from error
+        version = transformers.__version__
+        raise ValueError(f"{what}: cannot load {str(path)!r} with transformers {version}: {reason}") from error
 
 
 @contextmanager

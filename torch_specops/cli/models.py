@@ -20,6 +20,7 @@ from ..drafts import (
     EarlyExit,
     LookupElse,
     NGram,
+    PEagle,
     PromptLookup,
     SuffixLookup,
     quantised_copy,
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
 PROMPT_LOOKUP, SUFFIX_LOOKUP = "prompt-lookup", "suffix-lookup"
 # The number after this prefix is the length of the longest match. Prompt lookup then works as in transformers.
 TRANSFORMERS_LOOKUP = "prompt-lookup:"
-NGRAM, EARLY_EXIT, EAGLE3, DFLASH = "ngram:", "early-exit:", "eagle3:", "dflash:"
+NGRAM, EARLY_EXIT = "ngram:", "early-exit:"
+EAGLE3, PEAGLE, DFLASH = "eagle3:", "peagle:", "dflash:"
+PUBLISHED: dict[str, type[Eagle3 | PEagle | DFlash]] = {EAGLE3: Eagle3, PEAGLE: PEagle, DFLASH: DFlash}
 INT8, OWN_MTP = "int8", "mtp"
 # Another value of `--draft` comes after this prefix.
 LOOKUP_ELSE = "lookup-else:"
@@ -88,18 +91,30 @@ def default_num_draft_tokens(source: object) -> int:
     return getattr(source, "default_draft_tokens", None) or 2
 
 
+def num_assisted_tokens(source: object, num_draft_tokens: int | None) -> int:
+    """K of transformers' assisted generation, given the user's K or None. It is K of this package, except for a
+    `LookupElse`, of which transformers has the other source alone: the large K of a lookup would slow it down. So K is
+    this source's default, or at most the number that the `LookupElse` asks of it."""
+    if not isinstance(source, LookupElse):
+        return num_draft_tokens or default_num_draft_tokens(source)
+    if num_draft_tokens is None:
+        return default_num_draft_tokens(source.other)
+    return min(num_draft_tokens, source.num_other_tokens)
+
+
 def load_models(
     console: Console, target: str, draft: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Models, Tokenizer]:
     """Load the target, the draft and the target's tokenizer. The console shows which slow part is running."""
     check_name("target", target)
     looks_up_first, draft = draft.startswith(LOOKUP_ELSE), draft.removeprefix(LOOKUP_ELSE)
-    if not draft:
-        raise ValueError(f"draft: expected another draft after {LOOKUP_ELSE!r}")
-    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, EAGLE3, DFLASH)):
-        others = (PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N")
-        check_name("draft", draft, (*others, f"{EAGLE3}FOLDER", f"{DFLASH}FOLDER", f"{LOOKUP_ELSE}NAME"))
-    elif draft.startswith((EAGLE3, DFLASH)) and (name := draft.partition(":")[2]) not in HEADS:
+    if not draft or draft.startswith(LOOKUP_ELSE):
+        raise ValueError(f"draft: expected another draft after {LOOKUP_ELSE!r}, got {draft!r}")
+    if not draft.startswith((TRANSFORMERS_LOOKUP, NGRAM, EARLY_EXIT, *PUBLISHED)):
+        others = [PROMPT_LOOKUP, SUFFIX_LOOKUP, INT8, OWN_MTP, f"{NGRAM}FILE", f"{EARLY_EXIT}N"]
+        others += [f"{prefix}FOLDER" for prefix in PUBLISHED]
+        check_name("draft", draft, (*others, f"{LOOKUP_ELSE}NAME"))
+    elif draft.startswith(tuple(PUBLISHED)) and (name := draft.partition(":")[2]) not in HEADS:
         if not name:
             raise ValueError(f"draft: expected a folder or a hub id after {draft!r}")
         check_hub("draft", name)
@@ -143,8 +158,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         except ValueError as error:
             raise ValueError(f"draft: {draft!r}: {error}") from error
         return Models(target, EarlyExit(layers), lambda count: {"assistant_early_exit": layers})
-    if draft.startswith((EAGLE3, DFLASH)):
-        kind, name = Eagle3 if draft.startswith(EAGLE3) else DFlash, draft.partition(":")[2]
+    prefix, colon, name = draft.partition(":")
+    if kind := PUBLISHED.get(prefix + colon):
         return Models(target, kind.from_pretrained(HEADS.get(name, name), target))
     if draft == OWN_MTP:
         # transformers drafts exactly one token with each MTP layer, so it can take part in the comparison only if K is
@@ -176,7 +191,7 @@ def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """Show a spinner while files are read, but not for a download, because the spinner would hide its progress bars."""
     is_here = name in (INT8, OWN_MTP) or name.startswith(NGRAM)
-    is_here = is_here or is_folder(name.removeprefix(EAGLE3).removeprefix(DFLASH))
+    is_here = is_here or is_folder(name.partition(":")[2] if name.startswith(tuple(PUBLISHED)) else name)
     return console.status(f"loading {name}") if is_here else nullcontext()
 
 

@@ -22,6 +22,7 @@ from .models import (
     LOOKUP_ELSE,
     NGRAM,
     OWN_MTP,
+    PEAGLE,
     PROMPT_LOOKUP,
     SUFFIX_LOOKUP,
     TRANSFORMERS_LOOKUP,
@@ -47,10 +48,10 @@ Draft = Annotated[
         help=f"What guesses the next tokens: '{PROMPT_LOOKUP}' copies from the text so far ('{TRANSFORMERS_LOOKUP}2' "
         f"as transformers does); '{SUFFIX_LOOKUP}' looks for longer matches; '{NGRAM}FILE' counts "
         f"what follows what in a text file; '{EARLY_EXIT}N' is the target's first N layers; '{EAGLE3}FOLDER' is an "
-        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{DFLASH}FOLDER' is a DFlash or DSpark drafter for "
-        f"it; '{OWN_MTP}' are the MTP layers in the target's checkpoint; '{INT8}' is a quantised "
-        f"copy of the target (needs torchao); '{LOOKUP_ELSE}NAME' copies where four tokens match, and uses the draft "
-        "NAME elsewhere; or name a smaller model with the same tokens, such as "
+        f"EAGLE-3 head for the target, such as '{EAGLE3}{AUSTEN}'; '{PEAGLE}FOLDER' is a P-EAGLE head for it, "
+        f"'{DFLASH}FOLDER' a DFlash or DSpark drafter; '{OWN_MTP}' are the MTP layers in the target's checkpoint; "
+        f"'{INT8}' is a quantised copy of the target (needs torchao); '{LOOKUP_ELSE}NAME' copies where four tokens "
+        "match, and uses the draft NAME elsewhere; or name a smaller model with the same tokens, such as "
         f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
     ),
 ]
@@ -59,8 +60,8 @@ NumDraftTokens = Annotated[
     typer.Option(
         metavar="K",
         help="How many tokens the draft guesses per step.",
-        show_default=f"10 for {PROMPT_LOOKUP}, {SUFFIX_LOOKUP} and {LOOKUP_ELSE}NAME, their own with DFlash and MTP, "
-        "2 otherwise",
+        show_default=f"10 for {PROMPT_LOOKUP}, {SUFFIX_LOOKUP} and {LOOKUP_ELSE}NAME, their own with P-EAGLE, "
+        "DFlash and MTP, 2 otherwise",
     ),
 ]
 Schedule = Annotated[

@@ -56,19 +56,21 @@ def make_providers(
     schedule: str | None = None,
     verify: str | None = None,
     compile: bool | str = "auto",
+    assisted_tokens: int | None = None,
 ) -> list[Provider]:
-    """`schedule`, `verify` and `compile` are for this package. Without `models.assistance`, assisted generation is left
-    out."""
+    """`schedule`, `verify` and `compile` are for this package. `assisted_tokens` is K of transformers' assisted
+    generation; None = the same K. Without `models.assistance`, assisted generation is left out."""
     target = models.target.model
     providers = [_transformers(GENERATE, target, {}, {})]
-    fields = models.assistance(num_draft_tokens)
+    count = assisted_tokens or num_draft_tokens
+    fields = models.assistance(count)
     if fields is not None:
         same_number = {
-            "num_assistant_tokens": num_draft_tokens,
+            "num_assistant_tokens": count,
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         }
-        name = f"{ASSISTED}, K = {num_draft_tokens}"
+        name = f"{ASSISTED}, K = {count}"
         providers.append(_transformers(name, target, fields, same_number))
         if not fields.keys() & {"prompt_lookup_num_tokens", "use_mtp"}:
             providers.append(_transformers(f"{ASSISTED}, own K", target, fields, {}))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..models.base import LanguageModel, Part, feature_model
 from ..sampling import SamplingTensors
 from .base import Draft
@@ -33,10 +34,11 @@ class Gemma4Assistant(SampledDraft):
             releases but 5.23, which raises). Its weights are shared.
 
     Raises:
-        TypeError: another model; in `bind`, a target that is not of transformers.
+        TypeError: another model; a `num_assistant_tokens` that is not an int; in `bind`, a target that is not of
+            transformers.
         ValueError: an attention implementation other than "sdpa" and "eager"; weights on several devices; a
-            `num_centroids` or `token_ordering` that does not fit the vocabulary; in `bind`, an assistant for another
-            target. The message names it.
+            `num_assistant_tokens` below 1; a `num_centroids` or `token_ordering` that does not fit the vocabulary; in
+            `bind`, an assistant for another target. The message names it.
 
     Examples:
         >>> import torch_specops
@@ -59,7 +61,8 @@ class Gemma4Assistant(SampledDraft):
 
         self.model = Gemma4AssistantModel(model)
         config = self.model.model.generation_config
-        self.default_draft_tokens = getattr(config, "num_assistant_tokens", None) or 4
+        count = getattr(config, "num_assistant_tokens", None)
+        self.default_draft_tokens = 4 if count is None else checks.check_int("num_assistant_tokens", count, 1)
 
     @property
     def inside(self) -> Sequence[Part]:  # type: ignore[override]

@@ -135,6 +135,9 @@ def custom_generate(
         num_assistant_tokens_schedule=num_assistant_tokens_schedule,
         assistant_confidence_threshold=assistant_confidence_threshold,
     )
+    # Convert only now, because the settings were read from the assistant's own generation config.
+    if is_gemma4_assistant(draft_model):
+        draft_model = Gemma4Assistant(draft_model)
     if grammar is not None and generation_config.output_scores:
         raise NotImplementedError("grammar: scores come from logits_processor alone; expected output_scores=False")
     own_processors, grammar = take_grammars(logits_processor, grammar, len(input_ids))
@@ -217,7 +220,7 @@ def _cached_decoder(
     if type(draft_model) is DFlash:
         draft = DFlash, draft_model.head, draft_model.deterministic, draft_model.confidence
     if type(draft_model) is Gemma4Assistant:
-        draft = Gemma4Assistant, draft_model.model.model
+        draft = Gemma4Assistant, draft_model.model.model, draft_model.default_draft_tokens
     # Include the device and the dtype, because compiled code works only for one device and one dtype.
     made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
     cached = _decoders.get(model)
@@ -281,8 +284,6 @@ def _read_draft(model: PreTrainedModel, config: GenerationConfig, draft_model: A
         return _head_draft(model, None)
     if kind is not None and isinstance(draft_model, PreTrainedModel):
         return _head_draft(model, draft_model)
-    if is_gemma4_assistant(draft_model):
-        return Gemma4Assistant(draft_model)
     return draft_model
 
 
