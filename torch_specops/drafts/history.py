@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.integer]
+Ints = np.ndarray[Any, np.dtype[Any]]
 
 # `SuffixLookup` measures the length of matches at no more than NUM_PLACES places. It chooses the places that match most
 # of the row's last NUM_TOKENS tokens, and prefers newer places among equals.
 NUM_PLACES, NUM_TOKENS = 32, 3
-# A level of the index with at most SMALL_LEVEL tokens is merged with the next text, whatever its size. No level has more
-# than LARGEST_LEVEL tokens.
+# A level of the index with at most SMALL_LEVEL tokens is merged with the next text, whatever the size of the text. No
+# level has more than LARGEST_LEVEL tokens.
 SMALL_LEVEL, LARGEST_LEVEL = 8192, 2**20
 # A key of the index has 21 bits for each of three tokens.
 BITS, MOST_TOKENS = 21, 2_000_000
@@ -144,12 +144,12 @@ class History:
         # No token of the history is MOST_TOKENS.
         tokens[: suffixes.shape[1]] = suffixes.T.clip(-1, MOST_TOKENS)
         keys = _keys(*tokens)
+
+        def is_open(row: int, length: int) -> bool:
+            return longest[row] < length or (longest[row] == length and counts[row] < NUM_PLACES)
+
         for length in range(suffixes.shape[1], 0, -1):
-
-            def is_open(row: int, length: int = length) -> bool:
-                return longest[row] < length or (longest[row] == length and counts[row] < NUM_PLACES)
-
-            rows = [row for row, suffix in enumerate(suffixes) if suffix[length - 1] >= 0 and is_open(row)]
+            rows = [row for row, suffix in enumerate(suffixes) if suffix[length - 1] >= 0 and is_open(row, length)]
             ignored = BITS * (NUM_TOKENS - length)
             for level in reversed(self._levels):
                 if not rows:
@@ -157,14 +157,14 @@ class History:
                 first = keys[rows] >> ignored
                 lows, highs = (level.keys.searchsorted(each << ignored).tolist() for each in (first, first + 1))
                 for row, low, high in zip(rows, lows, highs, strict=True):
-                    # All tokens of a match are in the history.
-                    places = level.newest(low, high, self._begin + length - 1) if low < high else ()
-                    if len(places) > 0:
-                        if longest[row] < length:
+                    if low < high:
+                        # All tokens of a match are in the history.
+                        places = level.newest(low, high, self._begin + length - 1)
+                        if len(places) > 0 and longest[row] < length:
                             longest[row], counts[row] = length, 0
                         found[row].append(places[: NUM_PLACES - counts[row]])
                         counts[row] += len(found[row][-1])
-                rows = [row for row in rows if is_open(row)]
+                rows = [row for row in rows if is_open(row, length)]
         return found
 
 

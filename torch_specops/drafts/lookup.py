@@ -280,8 +280,12 @@ class SuffixLookup(_Lookup):
     ) -> Draft:
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
-        if self._memory is None or is_eager_cpu(tokens, lengths):
+        if is_eager_cpu(tokens, lengths) or not torch.compiler.is_compiling() and self._memory is None:
             return self._propose_on_host(tokens, lengths, num_draft_tokens)
+        if self._memory is None:
+            raise NotImplementedError(
+                f"memory: a lookup in more than {MOST_SCANNED} tokens cannot be traced, got {self.memory}"
+            )
         text, last, begin = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
         end, length = self._matches(text, last, begin)  # [B, C]; among equally good places, the newest comes first
         longest = length.amax(1, keepdim=True)
