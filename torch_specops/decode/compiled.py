@@ -69,8 +69,8 @@ class CompiledSteps:
         self._on_host = proposes_on_host(draft)
         if one_graph and self._on_host:
             raise NotImplementedError(
-                "one_graph: a step that is one graph asks the host nothing, and the draft proposes on the host; expected "
-                "one_graph=False, or a SuffixLookup with a smaller memory"
+                "one_graph: expected False with a draft that proposes on the host (SuffixLookup with a large memory), "
+                "got True"
             )
         self.compiled = False
         self.ready: dict[tuple[int, bool], float | None] = {}
@@ -296,28 +296,29 @@ class CompiledSteps:
     ) -> CapturedStep:
         """Capture verifying alone if the draft proposes on the host, otherwise proposing and verifying as two graphs
         that share a memory pool. The host makes the bitmask before verifying."""
-        proposal, ask = self._propose(state, num_draft_tokens), None
+        ask: Callable[[], object] | None = None
+        proposal = self._propose(state, num_draft_tokens)
         if num_draft_tokens > 0 and self._on_host:
             with normal_tensors():
-                parts = (proposal.tokens, proposal.logits, proposal.lse)
-                proposal = Draft(*(None if part is None else part.clone() for part in parts))
+                logits, lse = (None if part is None else part.clone() for part in (proposal.logits, proposal.lse))
+                proposal = Draft(proposal.tokens.clone(), logits, lse)
             ask = partial(self._propose_into, state, proposal)
         elif num_draft_tokens > 0:
             graph, proposal = capture(stream, pool, self._propose, state, num_draft_tokens)
             pool, ask = graph.pool(), graph.replay
-        read, bitmask, inputs = proposal, None, ()
-        if masks is not None:
-            read = replace(proposal, tokens=proposal.tokens.clone())
-            _, bitmask = masks(read)
-            inputs = read.tokens, bitmask
+        if masks is None:
+            last, record = capture(stream, pool, self._verify, state, proposal)
+            return CapturedStep(last, record, ask, proposal)
+        read = replace(proposal, tokens=proposal.tokens.clone())
+        _, bitmask = masks(read)
         last, record = capture(stream, pool, self._verify, state, read, bitmask)
-        return CapturedStep(last, record, ask, proposal, inputs)
+        return CapturedStep(last, record, ask, proposal, (read.tokens, bitmask))
 
     def _propose_into(self, state: DecodeState, static: Draft) -> None:
         """Propose on the host, and write the drafts where a graph reads them."""
         new = self._propose(state, static.tokens.shape[1])
         for old, part in ((static.tokens, new.tokens), (static.logits, new.logits), (static.lse, new.lse)):
-            if old is not None:
+            if old is not None and part is not None:
                 old.copy_(part)
 
 

@@ -280,12 +280,10 @@ class SuffixLookup(_Lookup):
     ) -> Draft:
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
-        if is_eager_cpu(tokens, lengths) or not torch.compiler.is_compiling() and self._memory is None:
+        if self._memory is None and torch.compiler.is_compiling():
+            raise NotImplementedError(f"memory: expected at most {MOST_SCANNED} in a traced lookup, got {self.memory}")
+        if self._memory is None or is_eager_cpu(tokens, lengths):
             return self._propose_on_host(tokens, lengths, num_draft_tokens)
-        if self._memory is None:
-            raise NotImplementedError(
-                f"memory: a lookup in more than {MOST_SCANNED} tokens cannot be traced, got {self.memory}"
-            )
         text, last, begin = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
         end, length = self._matches(text, last, begin)  # [B, C]; among equally good places, the newest comes first
         longest = length.amax(1, keepdim=True)
