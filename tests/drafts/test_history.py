@@ -66,7 +66,8 @@ class Case:
         self.alphabet = choose([range(size), range(size), range(1_999_999 - size, 1_999_999)])
         self.pieces = [self.random.choices(self.alphabet, k=choose([1, 4, 12])) for _ in range(4)]
         self.ngrams = self.random.choice([(1, 1), (1, 2), (2, 2), (1, 3), (2, 5), (2, 32), (5, 32)])
-        self.memory, self.least = choose([0, 1, 5, 40, 90, 400]), choose([0.0, 0.1, 0.25, 0.3103, 1.0])
+        self.memory = choose([0, 1, 5, 40, 90, 400])
+        self.least = choose([0.0, 0.1, 0.25, 1.0, self.random.random()])
         self.draft = SuffixLookup(self.ngrams[1], self.ngrams[0], self.least, self.memory)
         self.remembered: list[int] = []
 
@@ -76,6 +77,16 @@ class Case:
         while len(text) < length:
             text += self.random.choice([*self.pieces, self.random.choices(self.alphabet, k=2)])
         return text[:length]
+
+    def prompt(self) -> list[int]:
+        """A text, or a part of what is remembered, often of the oldest; it may end with a token that no memory has."""
+        text = self.text(self.random.choice([40, 40, 150]))
+        if self.remembered and self.random.random() < 0.4:
+            end = self.random.choice([*range(1, 7), self.random.randint(1, len(self.remembered))])
+            text = [token for token in self.remembered[max(end - 40, 0) : end] if token >= 0] or text
+        if self.random.random() < 0.1:
+            text[-self.random.randint(1, min(3, len(text)))] += 2**21
+        return text
 
     def batch(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Rows with the texts. What follows a text goes on with its matches."""
@@ -99,7 +110,7 @@ class Case:
 
     def check(self, monkeypatch: pytest.MonkeyPatch) -> int:
         """Compare the drafts for some prompts. Returns how many drafts there were."""
-        texts = [self.text(40) for _ in range(self.random.randint(1, 4))]
+        texts = [self.prompt() for _ in range(self.random.randint(1, 4))]
         tokens, lengths = self.batch(texts)
         before: list[list[int]] = [[] for _ in texts]
         inputs = None
@@ -129,6 +140,23 @@ class Case:
         return sum(token >= 0 for drafts, _ in rows for token in drafts)
 
 
+def test_no_match_reaches_into_removed_tokens() -> None:
+    draft = SuffixLookup(max_ngram=5, memory=9)
+    for text in ([1, 2, 3, 4, 4], [2, 3, 8, 8]):
+        draft.remember([text])
+    # The memory begins with 3, behind 1 and 2, which are removed.
+    assert draft.propose(torch.tensor([[1, 2, 3]]), torch.tensor([3]), 1).tokens.tolist() == [[8]]
+
+
+def test_the_newest_32_places_vote() -> None:
+    # The oldest come first. Of the newest 32, as many are followed by 8 as by 9.
+    text = [token for follows in [8] * 3 + [9] + [8] * 16 + [9] * 15 for token in (7, follows)]
+    draft = SuffixLookup(max_ngram=1, min_ngram=1)
+    assert draft.propose(torch.tensor([[*text, 7]]), torch.tensor([len(text) + 1]), 1).tokens.tolist() == [[9]]
+    draft.remember([text])
+    assert draft.propose(torch.tensor([[7]]), torch.tensor([1]), 1).tokens.tolist() == [[9]]
+
+
 @pytest.fixture
 def _small_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "SMALL_LEVEL", 8)
@@ -139,7 +167,7 @@ def _small_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_small_levels")
 def test_drafts_are_those_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     num_drafts, num_levels = 0, Counter[int]()
-    for seed in range(40):
+    for seed in range(60):
         case = Case(seed)
         for _ in range(8):
             case.remember()

@@ -76,9 +76,7 @@ def suffix_lookup(
     longest, counts = [length for length, _ in found], list(map(len, places))
     with history.lock:
         held = history.find(short, longest, counts)
-        # The row's own places are used if as many tokens match there.
-        own = [[each] if found[row][0] == longest[row] else [] for row, each in enumerate(places)]
-        own_rows, own_places = _flat(own)
+        own_rows, own_places = _flat([[each] for each in places])
         rows, held_places = _flat(held)
         window = held_places[:, None] + np.arange(-max_ngram, num_draft_tokens + 1)
         window = history.tokens.take(window, mode="clip")
