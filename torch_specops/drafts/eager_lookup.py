@@ -30,8 +30,10 @@ class Texts:
     def suffixes(self, count: int) -> Ints:
         """[B, count + 1], the last `count` tokens of the sequences, the newest first, then NO_TOKEN."""
         index = self.last[:, None] - np.arange(count + 1)
-        is_inside = (index >= self.begin) & (np.arange(count + 1) < count)
-        return np.where(is_inside, np.take_along_axis(self.tokens, index.clip(min=0), 1), NO_TOKEN)
+        suffixes = self.tokens[np.arange(len(index))[:, None], np.maximum(index, 0)]
+        suffixes[index < self.begin] = NO_TOKEN
+        suffixes[:, count] = NO_TOKEN
+        return suffixes
 
     def longest_matches(self, suffixes: Ints) -> list[tuple[int, Ints]]:
         """`history.longest_matches` of the rows' suffixes [B, n], before the rows' last tokens."""
@@ -41,14 +43,14 @@ class Texts:
     def matched(self, rows: Ints, places: Ints, suffixes: Ints) -> Ints:
         """[C], how many tokens of the row's suffix equal the tokens up to a place, for places of `rows` [C]."""
         index = places[:, None] - np.arange(suffixes.shape[1])
-        is_equal = (self.tokens[rows[:, None], index.clip(min=0)] == suffixes[rows]) & (index >= 0)
+        is_equal = (self.tokens[rows[:, None], np.maximum(index, 0)] == suffixes[rows]) & (index >= 0)
         return is_equal.argmin(1)
 
     def following(self, rows: Ints, places: Ints, count: int) -> Ints:
         """[C, count], the tokens after places of `rows` [C]. If the row ends before `count` tokens, they start again
         after the place."""
-        ahead = np.arange(count) % (self.last[rows] - places).clip(min=1)[:, None]
-        return self.tokens[rows[:, None], (places[:, None] + 1 + ahead).clip(max=self.tokens.shape[1] - 1)]
+        ahead = np.arange(count) % np.maximum(self.last[rows] - places, 1)[:, None]
+        return self.tokens[rows[:, None], np.minimum(places[:, None] + 1 + ahead, self.tokens.shape[1] - 1)]
 
 
 def prompt_lookup(
@@ -76,7 +78,9 @@ def suffix_lookup(
     longest, counts = [length for length, _ in found], list(map(len, places))
     with history.lock:
         held = history.find(short, longest, counts)
-        own_rows, own_places = _flat([[each] for each in places])
+        # Skip a row's own places if more tokens match elsewhere.
+        own = [[each] * (length == most) for each, (length, _), most in zip(places, found, longest, strict=True)]
+        own_rows, own_places = _flat(own)
         rows, held_places = _flat(held)
         window = held_places[:, None] + np.arange(-max_ngram, num_draft_tokens + 1)
         window = history.tokens.take(window, mode="clip")
@@ -90,11 +94,9 @@ def suffix_lookup(
     continuations: list[list[list[int]]] = [[] for _ in lengths]
     for row, continuation in zip(rows[agrees].tolist(), following[agrees].tolist(), strict=True):
         continuations[row].append(continuation)
-    drafts = np.full((len(lengths), num_draft_tokens), NO_DRAFT)
-    shares = np.zeros(drafts.shape, np.float32)
-    for row, agreeing in enumerate(continuations):
-        tokens, share = _votes(agreeing, num_draft_tokens)
-        drafts[row, : len(tokens)], shares[row, : len(tokens)] = tokens, share
+    votes = [_votes(agreeing, num_draft_tokens) for agreeing in continuations]
+    drafts = np.array([tokens for tokens, _ in votes], np.int64)
+    shares = np.array([share for _, share in votes], np.float32)
     # Round as a traced step does, so that both end drafts at the same token.
     matched = (lengths[:, None] + np.arange(num_draft_tokens + 1)).astype(np.float32)
     probabilities, probability = np.zeros_like(shares), np.ones(len(shares), np.float32)
@@ -111,21 +113,20 @@ def _flat(places: Sequence[Sequence[Ints]]) -> tuple[Ints, Ints]:
 
 
 def _votes(continuations: list[list[int]], num_draft_tokens: int) -> tuple[list[int], list[float]]:
-    """The drafts that the places of a row with the longest match vote for, and the share of each draft among the places
-    that agree with the drafts before it.
+    """The drafts [K] that the places of a row with the longest match vote for, and the share [K] of each draft among the
+    places that agree with the drafts before it; NO_DRAFT and 0 after the last draft.
 
     Args:
         continuations: the tokens after each place, the newest place first; negative = none.
     """
     drafts: list[int] = []
     shares: list[float] = []
-    for ahead in range(num_draft_tokens):
-        if not continuations:
-            break
-        newest = continuations[0]
+    while continuations and len(drafts) < num_draft_tokens:
+        ahead, newest = len(drafts), continuations[0]
         if continuations.count(newest) == len(continuations):
-            rest = list(takewhile(lambda token: token >= 0, newest[ahead:]))
-            return drafts + rest, shares + [1.0] * len(rest)
+            drafts += takewhile(lambda token: token >= 0, newest[ahead:])
+            shares += [1.0] * (len(drafts) - ahead)
+            break
         votes = [each[ahead] for each in continuations if each[ahead] >= 0]
         if not votes:
             break
@@ -134,4 +135,5 @@ def _votes(continuations: list[list[int]], num_draft_tokens: int) -> tuple[list[
         drafts.append(token)
         shares.append(votes.count(token) / len(continuations))
         continuations = [each for each in continuations if each[ahead] == token]
-    return drafts, shares
+    num_left = num_draft_tokens - len(drafts)
+    return drafts + [NO_DRAFT] * num_left, shares + [0.0] * num_left

@@ -17,8 +17,9 @@ NUM_PLACES, NUM_TOKENS = 32, 3
 # A level of the index with at most SMALL_LEVEL tokens is merged with the next text, whatever the size of the text. No
 # level has more than LARGEST_LEVEL tokens.
 SMALL_LEVEL, LARGEST_LEVEL = 8192, 2**20
-# A key of the index has 21 bits for each of three tokens.
+# A key of the index has 21 bits for each of NUM_TOKENS tokens, the newest in the highest bits. 0 is a border of texts.
 BITS, MOST_TOKENS = 21, 2_000_000
+SHIFTS = BITS * np.arange(NUM_TOKENS)[::-1]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class _Level:
     """The index of tokens[start:stop].
 
     Args:
-        keys: int64, ascending. A key has the token at a place in its highest bits, then the two tokens before it.
+        keys: int64, ascending. A key has the token at a place and those before it.
         places: int32, the place of each key, counted from `start`. Places of equal keys ascend.
     """
 
@@ -112,7 +113,9 @@ class History:
         return 2
 
     def _level(self, start: int, stop: int) -> _Level:
-        keys = _keys(*(self.tokens[start - back : stop - back] for back in range(NUM_TOKENS)))
+        keys = np.zeros(stop - start, np.int64)
+        for back, shift in enumerate(SHIFTS.tolist()):
+            keys += (self.tokens[start - back : stop - back].astype(np.int64) + 1) << shift
         places = np.flatnonzero(self.tokens[start:stop] >= 0).astype(np.int32)
         places = places[np.argsort(keys[places], kind="stable")]
         return _Level(start, stop, keys[places], places)
@@ -140,16 +143,16 @@ class History:
             There are at most NUM_PLACES, including the newer places if as many tokens match there.
         """
         found: list[list[Ints]] = [[] for _ in longest]
-        tokens = np.full((NUM_TOKENS, len(suffixes)), -1)
         # No token of the history is MOST_TOKENS.
-        tokens[: suffixes.shape[1]] = suffixes.T.clip(-1, MOST_TOKENS)
-        keys = _keys(*tokens)
+        tokens = np.maximum(np.minimum(suffixes, MOST_TOKENS), -1) + 1
+        keys = tokens @ (1 << SHIFTS[: suffixes.shape[1]])
 
         def is_open(row: int, length: int) -> bool:
             return longest[row] < length or (longest[row] == length and counts[row] < NUM_PLACES)
 
         for length in range(suffixes.shape[1], 0, -1):
-            rows = [row for row, suffix in enumerate(suffixes) if suffix[length - 1] >= 0 and is_open(row, length)]
+            has_token = tokens[:, length - 1].tolist()
+            rows = [row for row in range(len(found)) if has_token[row] and is_open(row, length)]
             ignored = BITS * (NUM_TOKENS - length)
             for level in reversed(self._levels):
                 if not rows:
@@ -181,12 +184,6 @@ def longest_matches(text: Ints, suffix: Sequence[int]) -> tuple[int, Ints]:
             break
         places, length = longer, length + 1
     return length, places
-
-
-def _keys(token: Ints, before: Ints, second: Ints) -> Ints:
-    """The keys [N] int64 of places: of the token [N] there, of the token before it, and of the one before that."""
-    newest, before, second = (each.astype(np.int64) + 1 for each in (token, before, second))
-    return newest << 2 * BITS | before << BITS | second
 
 
 def joined(texts: Sequence[Ints]) -> Ints:
