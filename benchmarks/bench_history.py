@@ -11,10 +11,8 @@ lookup    `propose` of `SuffixLookup` for 8 rows of 4,096 tokens and K = 10, wit
           their peak while the texts are remembered. Also `PromptLookup` on the same rows
 replay    the byte-level target samples an answer to each of 200 prompts, pieces of held-out text, at T = 1 with
           verify="gumbel", then takes an optimizer step on its answers, and answers again, with the same row seeds or
-          with others. The second epoch has no draft, `SuffixLookup(memory=0)`, `SuffixLookup()` as it is, and one that
-          remembers the first epoch. The ways take turns; seconds are medians of whole epochs, without remembering
-
-One thread is the rule for lookups: numpy uses one.
+          with others. The second epoch has no draft, `SuffixLookup(memory=0)`, or a lookup that remembers the first
+          epoch. The ways take turns; seconds are medians of whole epochs, without remembering
 """
 
 from __future__ import annotations

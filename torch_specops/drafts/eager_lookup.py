@@ -98,10 +98,10 @@ def suffix_lookup(
     drafts = np.array([tokens for tokens, _ in votes], np.int64)
     shares = np.array([share for _, share in votes], np.float32)
     # Round as a traced step does, so that both end drafts at the same token.
-    matched = (lengths[:, None] + np.arange(num_draft_tokens + 1)).astype(np.float32)
-    probabilities, probability = np.zeros_like(shares), np.ones(len(shares), np.float32)
-    for ahead in range(num_draft_tokens):
-        probability = probability * shares[:, ahead] * matched[:, ahead] / matched[:, ahead + 1]
+    numbers = (lengths + np.arange(num_draft_tokens + 1)[:, None]).astype(np.float32)
+    probabilities, probability = np.empty_like(shares), np.float32(1)
+    for ahead, (share, number, next_number) in enumerate(zip(shares.T, numbers[:-1], numbers[1:], strict=True)):
+        probability = probability * share * number / next_number
         probabilities[:, ahead] = probability
     return np.where(probabilities >= np.float32(min_probability), drafts, NO_DRAFT), lengths
 
@@ -113,8 +113,8 @@ def _flat(places: Sequence[Sequence[Ints]]) -> tuple[Ints, Ints]:
 
 
 def _votes(continuations: list[list[int]], num_draft_tokens: int) -> tuple[list[int], list[float]]:
-    """The drafts [K] that the places of a row with the longest match vote for, and the share [K] of each draft among the
-    places that agree with the drafts before it; NO_DRAFT and 0 after the last draft.
+    """The drafts [K] that the places of a row with the longest match vote for, and the share [K] of each draft among
+    the places that agree with the drafts before it; NO_DRAFT and 0 after the last draft.
 
     Args:
         continuations: the tokens after each place, the newest place first; negative = none.
