@@ -176,7 +176,9 @@ def test_lookups_with_bad_arguments() -> None:
         (lambda: SuffixLookup(min_ngram=0), ValueError, "min_ngram: expected"),
         (lambda: SuffixLookup(max_ngram=1), ValueError, "max_ngram: expected a number >= 2"),
         (lambda: SuffixLookup(min_probability=1.5), ValueError, r"min_probability: expected a number in \[0, 1\]"),
-        (lambda: SuffixLookup(memory=-1), ValueError, "memory: expected"),
+        (lambda: SuffixLookup(memory=-1), ValueError, "memory: expected a number >= 0, got -1"),
+        (lambda: SuffixLookup(memory=10**8 + 1), ValueError, "memory: expected a number <= 100000000, got 100000001"),
+        (lambda: SuffixLookup(memory=1e6), TypeError, "memory: expected an int, got"),
     ]
     assert raised(lambda make: make(), cases) == []
 

@@ -78,8 +78,12 @@ def suffix_lookup(
     longest, counts = [length for length, _ in found], list(map(len, places))
     with history.lock:
         held = history.find(short, longest, counts)
-        # Skip a row's own places if more tokens match elsewhere.
-        own = [[each] * (length == most) for each, (length, _), most in zip(places, found, longest, strict=True)]
+        # Skip places where too few tokens match, and a row's own places if more tokens match elsewhere.
+        least = min(min_ngram, short.shape[1])
+        held = [each if most >= least else [] for each, most in zip(held, longest, strict=True)]
+        own = [
+            [each] * (length == most >= least) for each, (length, _), most in zip(places, found, longest, strict=True)
+        ]
         own_rows, own_places = _flat(own)
         rows, held_places = _flat(held)
         window = held_places[:, None] + np.arange(-max_ngram, num_draft_tokens + 1)
@@ -88,7 +92,7 @@ def suffix_lookup(
     matched = np.concatenate([texts.matched(own_rows, own_places, suffixes), matched])
     following = np.concatenate([texts.following(own_rows, own_places, num_draft_tokens), window[:, max_ngram + 1 :]])
     rows = np.concatenate([own_rows, rows])
-    lengths = np.zeros(len(suffixes), np.int64)
+    lengths = np.array(longest, np.int64)
     np.maximum.at(lengths, rows, matched)
     agrees = (matched == lengths[rows]) & (matched >= min_ngram)
     continuations: list[list[list[int]]] = [[] for _ in lengths]

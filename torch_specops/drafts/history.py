@@ -150,16 +150,18 @@ class History:
         def is_open(row: int, length: int) -> bool:
             return longest[row] < length or (longest[row] == length and counts[row] < NUM_PLACES)
 
+        batch = len(found)
         for length in range(suffixes.shape[1], 0, -1):
-            has_token = tokens[:, length - 1].tolist()
-            rows = [row for row in range(len(found)) if has_token[row] and is_open(row, length)]
+            rows = [row for row, token in enumerate(tokens[:, length - 1].tolist()) if token and is_open(row, length)]
+            if not rows:
+                continue
             ignored = BITS * (NUM_TOKENS - length)
+            first = keys >> ignored
+            bounds = np.concatenate([first, first + 1]) << ignored
             for level in reversed(self._levels):
-                if not rows:
-                    break
-                first = keys[rows] >> ignored
-                lows, highs = (level.keys.searchsorted(each << ignored).tolist() for each in (first, first + 1))
-                for row, low, high in zip(rows, lows, highs, strict=True):
+                ends = level.keys.searchsorted(bounds).tolist()
+                for row in rows:
+                    low, high = ends[row], ends[batch + row]
                     if low < high:
                         # All tokens of a match are in the history.
                         places = level.newest(low, high, self._begin + length - 1)
@@ -168,6 +170,8 @@ class History:
                         found[row].append(places[: NUM_PLACES - counts[row]])
                         counts[row] += len(found[row][-1])
                 rows = [row for row in rows if is_open(row, length)]
+                if not rows:
+                    break
         return found
 
 
