@@ -186,9 +186,7 @@ def test_history() -> None:
 def test_replay_of_an_epoch() -> None:
     """The text of a seed is the same with every draft, and its second epoch takes fewer steps."""
     options = ["replay", "--prompts", "40", "--batch", "4", "--new-tokens", "24", "--rounds", "1"]
-    records = {
-        (each["seeds"], each["draft"], each["schedule"]): each for each in script("bench_history").main(options)
-    }
+    records = {(each["seeds"], each["draft"], each["schedule"]): each for each in script("bench_history").main(options)}
     assert all(each["same_texts"] == 1 for each in records.values()) and len(records) == 10
     assert records["the same", "the first epoch", "constant"]["tokens_per_step"] > 2
     assert records["the same", "no draft", "constant"]["tokens_per_step"] == 1
