@@ -147,6 +147,15 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: Sampling
     assert captured.stats.compile_seconds == 0
 
 
+def test_captured_steps_verify_what_the_host_looked_up() -> None:
+    """The second batch has the texts of the first, which the lookup remembers."""
+    accepted = []
+    for device, options in (("cpu", {"compile": False}), ("cuda", {})):
+        loop = decoder(device, "history", **options)
+        accepted.append([run(loop).stats.num_accepted for _ in range(2)])
+    assert accepted[0] == accepted[1] and accepted[0][1] > accepted[0][0]
+
+
 def test_default_schedule_times_both_graphs() -> None:
     loop = decoder("cuda", "lookup", schedule=None)
     for captured in (run(loop), run(loop)):
