@@ -245,12 +245,14 @@ class SuffixLookup(_Lookup):
         if isinstance(sequences, (Tensor, str)) or not isinstance(sequences, Iterable):
             raise TypeError(f"sequences: expected a list of 1-D tensors or lists of int, got {type(sequences)}")
         texts: list[Ints] = []
+        num_tokens = 0
         for index, sequence in enumerate(sequences):
             texts.append(_text_of(f"sequences[{index}]", sequence))
+            num_tokens += len(texts[-1])
             # A large part is indexed at once, which is faster than text by text.
-            if sum(map(len, texts)) >= LARGEST_LEVEL:
+            if num_tokens >= LARGEST_LEVEL:
                 self._append(joined(texts))
-                texts = []
+                texts, num_tokens = [], 0
         if texts:
             self._append(joined(texts))
 
