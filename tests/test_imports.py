@@ -47,7 +47,7 @@ ALLOWED = {
 # third-party package -> the modules that may import it
 ALLOWED_THIRD_PARTY = {
     "torch": set(ALLOWED),
-    "numpy": {"ops/cpu"},
+    "numpy": {"drafts", "ops/cpu"},
     "triton": {"ops/cuda"},
     "transformers": {"cli", "hf", "hf/door"},
     "tokenizers": {"cli"},

@@ -174,6 +174,24 @@ def test_hybrid() -> None:
     assert all(each["forwards_of_transformers"] > 0 for each in records)
 
 
+def test_history() -> None:
+    """The drafts of the scan are checked to be those of the index."""
+    records = script("bench_history").main(["lookup", "--sizes", "900", "9000", "--scanned", "9000", "--rounds", "2"])
+    assert [each.get("memory") for each in records] == [None, 900, 900, 9000, 9000] * 2
+    assert all(each["propose_median_ms"] > 0 < each["scan_median_ms"] for each in records)
+    assert all(8 < each["bytes_per_token"] < 24 for each in records if each.get("memory") == 9000)
+
+
+@pytest.mark.slow
+def test_replay_of_an_epoch() -> None:
+    """The text of a seed is the same with every draft, and its second epoch takes fewer steps."""
+    options = ["replay", "--prompts", "40", "--batch", "4", "--new-tokens", "24", "--rounds", "1"]
+    records = {(each["seeds"], each["draft"], each["schedule"]): each for each in script("bench_history").main(options)}
+    assert all(each["same_texts"] == 1 for each in records.values()) and len(records) == 10
+    assert records["the same", "the first epoch", "constant"]["tokens_per_step"] > 2
+    assert records["the same", "no draft", "constant"]["tokens_per_step"] == 1
+
+
 @pytest.mark.slow
 def test_grammar() -> None:
     """With the schema the texts are transformers'; with a grammar of any text, those of none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch_specops import SamplingParams, SpeculativeDecoder, Verifier, compilation
 from torch_specops.compilation import compile_errors_named
 from torch_specops.decode.batch import Batch
-from torch_specops.drafts import PromptLookup
+from torch_specops.drafts import HierarchicalDraft, LookupElse, PromptLookup, SuffixLookup
 from torch_specops.schedules.costs import StepCosts
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -113,13 +114,14 @@ def test_compiled_pieces_give_the_eager_tokens(kind: str, graphs: int) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_compiled_steps_with_looked_up_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [PromptLookup, partial(SuffixLookup, memory=10**5)])
+def test_compiled_steps_with_looked_up_drafts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default schedule has two graphs, for no draft and for K. The text repeats a token."""
     # On a machine with other work to do, drafts may seem not to pay.
     for cost in ("extra", "risk"):
         monkeypatch.setattr(StepCosts, cost, lambda *arguments: 0.0)
     sampling = SamplingParams(temperature=0.0, logit_bias={5: 1e4})
-    eager, compiled = decoders_of_pairs(PromptLookup(min_ngram=1), num_draft_tokens=6, sampling=sampling)
+    eager, compiled = decoders_of_pairs(make(min_ngram=1), num_draft_tokens=6, sampling=sampling)
     for _ in range(2):
         assert torch.equal(decode(compiled, max_new_tokens=80), decode(eager, max_new_tokens=80))
     assert compiled._schedule.buckets == (0, 6)
@@ -130,6 +132,20 @@ def test_compiled_steps_with_looked_up_drafts(monkeypatch: pytest.MonkeyPatch) -
     assert [call.args[1] for call in prepare.call_args_list[:2]] == [0, 6]
     with torch.compiler.set_stance("fail_on_recompile"):
         decode(compiled, max_new_tokens=80)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("kind", [HierarchicalDraft, partial(LookupElse, min_match=1)])
+def test_lookups_on_the_host_inside_drafts_of_compiled_steps(kind: Any) -> None:
+    model, lookup = TracedPairs(random_table(VOCAB, seed=5)), SuffixLookup(min_ngram=1, memory=10**5)
+    draft = kind(model, inner=lookup) if kind is HierarchicalDraft else kind(model, lookup=lookup)
+    greedy = SamplingParams(temperature=0.0)
+    eager, compiled = decoders_of_pairs(draft, num_draft_tokens=3, schedule="constant", sampling=greedy)
+    texts = [decode(decoder) for decoder in (compiled, eager, compiled)]
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+    assert lookup.num_remembered > 0 and counters["stats"]["unique_graphs"] > 0
+    with pytest.raises(NotImplementedError, match="one_graph: expected False with a draft that proposes on the host"):
+        SpeculativeDecoder(eager.target, draft, one_graph=True)
 
 
 IN_SHORT = ("t5",)

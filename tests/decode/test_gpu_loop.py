@@ -39,6 +39,7 @@ from torch_specops.drafts import (
     ModelDraft,
     PEagle,
     PromptLookup,
+    SuffixLookup,
 )
 from torch_specops.hf import language_model
 
@@ -76,8 +77,12 @@ def decoder(
     draft: DraftSource | None = PromptLookup(min_ngram=1) if kind == "lookup" else None
     if kind in ("model", "hybrid"):
         draft = ModelDraft(language_model(perturbed(model, 0.05).to(device)))
-    if kind == "lookup else":
-        draft = LookupElse(language_model(perturbed(model, 0.05).to(device)), min_match=1, num_other_tokens=2)
+    if kind == "history":
+        draft = SuffixLookup(min_ngram=1, memory=10**5)
+    if kind.startswith("lookup else"):
+        lookup = SuffixLookup(min_ngram=1, memory=10**5) if kind == "lookup else, history" else None
+        other = language_model(perturbed(model, 0.05).to(device))
+        draft = LookupElse(other, min_match=1, lookup=lookup, num_other_tokens=2)
     if kind == "head":
         draft = Eagle3(copy.deepcopy(trained_head()).to(device, dtype))
     if kind == "block":
@@ -122,6 +127,9 @@ def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
     ("kind", "sampling"),
     [
         *((kind, MIXED) for kind in ("none", "lookup", "lookup else", "head", "block", "markov", "mtp", "hybrid")),
+        ("history", MIXED),
+        # The draws of `verify="exact"` depend on what the lookup remembers.
+        ("lookup else, history", GREEDY),
         *((kind, MIXED) for kind in ("selector", "parallel")),
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
         pytest.param("assistant", MIXED, marks=can_be_built),
@@ -139,6 +147,15 @@ def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: Sampling
     assert captured.stats.compile_seconds == 0
 
 
+def test_captured_steps_verify_what_the_host_looked_up() -> None:
+    """The second batch has the texts of the first, which the lookup remembers."""
+    accepted = []
+    for device, options in (("cpu", {"compile": False}), ("cuda", {})):
+        loop = decoder(device, "history", **options)
+        accepted.append([run(loop).stats.num_accepted for _ in range(2)])
+    assert accepted[0] == accepted[1] and accepted[0][1] > accepted[0][0]
+
+
 def test_default_schedule_times_both_graphs() -> None:
     loop = decoder("cuda", "lookup", schedule=None)
     for captured in (run(loop), run(loop)):
@@ -147,7 +164,7 @@ def test_default_schedule_times_both_graphs() -> None:
     assert all(seconds > 0 for seconds in loop._compiled_steps.ready.values())
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "model"])
+@pytest.mark.parametrize("kind", ["none", "lookup", "history", "model"])
 def test_steps_with_masks_give_the_tokens_of_the_cpu(kind: str) -> None:
     """Proposing and verifying are graphs of their own, and steps without grammars are one graph as before."""
 
@@ -179,7 +196,7 @@ def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
         assert found.stats.num_accepted == expected.stats.num_accepted
 
 
-@pytest.mark.parametrize("kind", ["lookup", "model", "head", "mtp"])
+@pytest.mark.parametrize("kind", ["lookup", "history", "model", "head", "mtp"])
 def test_rows_are_refilled_beside_captured_steps(kind: str) -> None:
     """A record is read when its row has another request already. The first filter captures other graphs, once, and so
     does the first penalty."""

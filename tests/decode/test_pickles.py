@@ -177,11 +177,11 @@ def test_copied_adapter_keeps_its_settings() -> None:
 def test_a_copied_lookup_remembers_apart() -> None:
     lookup = SuffixLookup(memory=6)
     llama(lambda family: lookup).generate([[5, 6, 7]], max_new_tokens=2)
-    kept = lookup._memory.tolist()
+    kept = lookup._history.newest().tolist()
     copied = copy.copy(lookup)
-    assert copied._memory.tolist() == kept and kept[:4] != [-1] * 4
+    assert copied._history.newest().tolist() == kept and kept[:4] != [-1] * 4
     lookup.forget()
-    assert copied._memory.tolist() == kept
+    assert copied._history.newest().tolist() == kept
 
 
 def test_code_that_was_removed_is_not_pickled() -> None:

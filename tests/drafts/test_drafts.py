@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny_models import PairModel, raised, random_table, tiny
 from torch import Tensor
 
 import torch_specops
-from torch_specops.drafts import ModelDraft, PromptLookup, SuffixLookup
+from torch_specops.drafts import ModelDraft, PromptLookup, SuffixLookup, lookup
 from torch_specops.sampling import SamplingTensors
 
 
@@ -57,7 +58,17 @@ def test_prompt_lookup_is_the_plain_loop(
     draft = PromptLookup(*options).propose(tokens, lengths, num_draft_tokens)
     assert draft.tokens.shape == (len(texts), num_draft_tokens) and draft.tokens.dtype == torch.int64
     assert draft.tokens.tolist() == [lookup_by_loops(text, num_draft_tokens, *options) for text in texts]
-    assert draft.logits is None and draft.lse is None
+    assert draft.logits is None and draft.lse is None and draft.matches is not None
+    for text, drafts, length in zip(texts, draft.tokens.tolist(), draft.matches.tolist(), strict=True):
+        if drafts and drafts[0] >= 0:
+            # The length of the match that was used, also beyond max_ngram.
+            ngram = next(n for n in range(max_ngram, 0, -1) if lookup_by_loops(text, 1, n, n, repeat)[0] >= 0)
+            start = next(i for i in range(len(text)) if text[i : i + ngram] == text[-ngram:])
+            match = text[: start + ngram]
+            assert length == max(n for n in range(1, len(match) + 1) if match[-n:] == text[-n:])
+    # The code of a traced step.
+    with mock.patch.object(lookup, "is_eager_cpu", return_value=False):
+        assert torch.equal(PromptLookup(*options).propose(tokens, lengths, num_draft_tokens).tokens, draft.tokens)
     assert torch.equal(tokens, before)
 
 
@@ -176,7 +187,9 @@ def test_lookups_with_bad_arguments() -> None:
         (lambda: SuffixLookup(min_ngram=0), ValueError, "min_ngram: expected"),
         (lambda: SuffixLookup(max_ngram=1), ValueError, "max_ngram: expected a number >= 2"),
         (lambda: SuffixLookup(min_probability=1.5), ValueError, r"min_probability: expected a number in \[0, 1\]"),
-        (lambda: SuffixLookup(memory=-1), ValueError, "memory: expected"),
+        (lambda: SuffixLookup(memory=-1), ValueError, "memory: expected a number >= 0, got -1"),
+        (lambda: SuffixLookup(memory=10**8 + 1), ValueError, "memory: expected a number <= 100000000, got 100000001"),
+        (lambda: SuffixLookup(memory=1e6), TypeError, "memory: expected an int, got"),
     ]
     assert raised(lambda make: make(), cases) == []
 

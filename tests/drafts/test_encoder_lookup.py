@@ -14,7 +14,7 @@ from torch_specops import Request, SpeculativeDecoder
 from torch_specops.decode import GenerationOutput
 from torch_specops.drafts import DraftSource, LanguageModel, PromptLookup, SuffixLookup
 
-LOOKUPS = [PromptLookup, lambda: SuffixLookup(memory=0), SuffixLookup]
+LOOKUPS = [PromptLookup, lambda: SuffixLookup(memory=0), lambda: SuffixLookup(memory=10**5)]
 # In each of them no token occurs twice, so a text that copies one says nothing about its own end.
 SOURCES = [torch.randperm(50, generator=torch.Generator().manual_seed(length))[:length] for length in (40, 28, 36)]
 EDIT = 9

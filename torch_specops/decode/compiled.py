@@ -16,8 +16,10 @@ from torch import Tensor
 from .. import compilation
 from ..compilation import CompiledPieces, compile_errors_named
 from ..drafts import Draft, DraftSource
+from ..drafts.base import proposes_on_host
 from ..grammars import Grammar
 from ..models.base import LanguageModel, static_tensors_of
+from ..ops.tracing import normal_tensors
 from .grammar import MAX_FORCED, all_allowed
 from .graphs import CapturedStep, capture, parts_of
 from .models import models_of, versions_of
@@ -40,6 +42,9 @@ class CompiledSteps:
         compile: as `SpeculativeDecoder` takes it.
         one_graph: compile a step as a single graph instead of in pieces.
 
+    Raises:
+        NotImplementedError: `one_graph` with a draft that proposes on the host.
+
     Attributes:
         buckets: the values of K that compiled steps have, ascending.
         compiled, compile_reason: whether steps are compiled, and why.
@@ -61,6 +66,12 @@ class CompiledSteps:
         self.draft = draft
         self.verify = verify
         self.one_graph = one_graph
+        self._on_host = proposes_on_host(draft)
+        if one_graph and self._on_host:
+            raise NotImplementedError(
+                "one_graph: expected False with a draft that proposes on the host (SuffixLookup with a large memory), "
+                "got True"
+            )
         self.compiled = False
         self.ready: dict[tuple[int, bool], float | None] = {}
         self.buckets = buckets
@@ -249,8 +260,8 @@ class CompiledSteps:
         return self._verify(state, proposal, bitmask), drafted
 
     def _propose(self, state: DecodeState, num_draft_tokens: int, is_compiled: bool = True) -> Draft:
-        compiles_itself = self.draft is None or self.draft.compiles_itself
-        draft = propose if compiles_itself or not is_compiled else self._piece(propose, num_draft_tokens)
+        is_whole = self.draft is not None and not (self.draft.compiles_itself or self._on_host)
+        draft = self._piece(propose, num_draft_tokens) if is_whole and is_compiled else propose
         return draft(self.draft, state, num_draft_tokens, self.target.vocab_size)
 
     def _verify(self, state: DecodeState, proposal: Draft, bitmask: Tensor | None = None) -> Tensor:
@@ -261,8 +272,9 @@ class CompiledSteps:
         return self._pieces.get(function, self._shape, self._compile_keys, *key)
 
     def _capture(self, state: DecodeState, plan: StepPlan) -> CapturedStep:
-        """Capture a step as one CUDA graph, or as two graphs if the host makes a bitmask between them. All graphs share
-        a memory pool, because they never run at the same time."""
+        """Capture a step as one CUDA graph, or as two graphs if the host makes a bitmask between them, or as the graph
+        of the verification if the host proposes. All graphs share a memory pool, because they never run at the same
+        time."""
         stream = self._capture_stream = self._capture_stream or torch.cuda.Stream(self.target.device)
         stream.wait_stream(torch.cuda.current_stream())
         pool = next(iter(self._graphs.values())).verify.pool() if self._graphs else None
@@ -270,28 +282,44 @@ class CompiledSteps:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step(state, plan)
-            if plan.masks is None:
+            if plan.masks is None and not self._on_host:
                 graph, (record, _) = capture(stream, pool, self._step, state, plan)
                 step = CapturedStep(graph, record)
             else:
-                step = self._capture_in_two(state, plan.num_draft_tokens, plan.masks, stream, pool)
+                step = self._capture_in_parts(state, plan.num_draft_tokens, plan.masks, stream, pool)
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs[plan.num_draft_tokens, plan.masks is not None] = step
         return step
 
-    def _capture_in_two(
-        self, state: DecodeState, num_draft_tokens: int, masks: Masks, stream: torch.cuda.Stream, pool: Any
+    def _capture_in_parts(
+        self, state: DecodeState, num_draft_tokens: int, masks: Masks | None, stream: torch.cuda.Stream, pool: Any
     ) -> CapturedStep:
-        """Capture proposing and verifying as two graphs that share a memory pool. The host makes the bitmask between
-        their replays."""
-        graph, proposal = None, self._propose(state, num_draft_tokens)
-        if num_draft_tokens > 0:
+        """Capture verifying alone if the draft proposes on the host, otherwise proposing and verifying as two graphs
+        that share a memory pool. The host makes the bitmask before verifying."""
+        ask: Callable[[], object] | None = None
+        proposal = self._propose(state, num_draft_tokens)
+        if num_draft_tokens > 0 and self._on_host:
+            with normal_tensors():
+                logits, lse = (None if part is None else part.clone() for part in (proposal.logits, proposal.lse))
+                proposal = Draft(proposal.tokens.clone(), logits, lse)
+            ask = partial(self._propose_into, state, proposal)
+        elif num_draft_tokens > 0:
             graph, proposal = capture(stream, pool, self._propose, state, num_draft_tokens)
-            pool = graph.pool()
+            pool, ask = graph.pool(), graph.replay
+        if masks is None:
+            last, record = capture(stream, pool, self._verify, state, proposal)
+            return CapturedStep(last, record, ask, proposal)
         read = replace(proposal, tokens=proposal.tokens.clone())
         _, bitmask = masks(read)
         last, record = capture(stream, pool, self._verify, state, read, bitmask)
-        return CapturedStep(last, record, graph, proposal, (read.tokens, bitmask))
+        return CapturedStep(last, record, ask, proposal, (read.tokens, bitmask))
+
+    def _propose_into(self, state: DecodeState, static: Draft) -> None:
+        """Propose on the host, and write the drafts where a graph reads them."""
+        new = self._propose(state, static.tokens.shape[1])
+        for old, part in ((static.tokens, new.tokens), (static.logits, new.logits), (static.lse, new.lse)):
+            if old is not None and part is not None:
+                old.copy_(part)
 
 
 @contextmanager

@@ -15,26 +15,29 @@ from .step import Masks
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A step captured as one CUDA graph, or as two graphs if the host asks grammars between proposing and verifying.
+    """A step captured as one CUDA graph, or as two graphs if the host asks grammars between proposing and verifying, or
+    as the graph of the verification if the host proposes.
 
     Args:
         verify: the graph of the whole step, or of the verification if there are two graphs.
         record: the output of `verify`.
-        propose: the graph that proposes drafts; None = `verify` is the whole step, or there is nothing to propose.
-        proposal: the output of `propose`; None = `verify` is the whole step.
-        inputs: the draft tokens [B, K] and the bitmask, which `verify` reads if there are two graphs.
+        propose: writes the drafts into `proposal`, by a graph or on the host; None = `verify` is the whole step, or
+            there is nothing to propose.
+        proposal: None = `verify` is the whole step.
+        inputs: the draft tokens [B, K] and the bitmask, which `verify` reads if the host asks grammars; otherwise it
+            reads `proposal`.
     """
 
     verify: torch.cuda.CUDAGraph
     record: Tensor
-    propose: torch.cuda.CUDAGraph | None = None
+    propose: Callable[[], object] | None = None
     proposal: Draft | None = None
     inputs: tuple[Tensor, ...] = ()
 
     def replay(self, masks: Masks | None) -> Tensor:
         """Run the step; returns its record."""
         if self.propose is not None:
-            self.propose.replay()
+            self.propose()
         if masks is not None and self.proposal is not None:
             chosen, bitmask = masks(self.proposal)
             for static, new in zip(self.inputs, (chosen.tokens, bitmask), strict=True):

@@ -71,6 +71,8 @@ class DraftSource(Part, ABC):
         max_draft_tokens: the largest K; None = no limit.
         compiles_itself: True = `propose` compiles parts of itself, for the shape that `compile` was called with. False
             = a compiled loop compiles `propose` as a whole.
+        on_host: True = `propose` reads the sequences on the host. A compiled loop then runs it eagerly, before the
+            compiled or captured verification. Such a step cannot be one graph.
         feature_layers: the indices of the target's layers whose inputs the source reads from `FeatureModel.features`.
             The number of layers, as an index, means the input of the head, after the last norm. () = no features.
         is_checked: True = the loop checks proposals. Set for every subclass: True if its `propose` is defined outside
@@ -87,6 +89,7 @@ class DraftSource(Part, ABC):
     default_draft_tokens: int | None = None
     max_draft_tokens: int | None = None
     compiles_itself: bool = False
+    on_host: bool = False
     feature_layers: Sequence[int] = ()
     is_checked: bool = True
 
@@ -158,6 +161,11 @@ class DraftSource(Part, ABC):
                 not read. In that case, draw draft i with `sample_gumbel(logits, seeds, lengths + i, ..)` for the
                 highest acceptance rate.
         """
+
+
+def proposes_on_host(part: Part | None) -> bool:
+    """Whether a source, or one inside it, proposes on the host."""
+    return isinstance(part, DraftSource) and (part.on_host or any(map(proposes_on_host, part.inside)))
 
 
 def readable_lengths(source: DraftSource, tokens: Tensor, lengths: Tensor) -> Tensor:

@@ -3,10 +3,11 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,10 +16,11 @@ from .. import checks
 from ..models.base import placed, settings_of
 from ..ops.tracing import is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
+from .eager_lookup import Texts, prompt_lookup, suffix_lookup
+from .history import LARGEST_LEVEL, MOST_TOKENS, NUM_PLACES, NUM_TOKENS, History, Ints, joined
 
-# `SuffixLookup` measures the length of matches at no more than NUM_PLACES places. It chooses the places that match most
-# of the row's last NUM_TOKENS tokens, and prefers newer places among equals.
-NUM_PLACES, NUM_TOKENS = 32, 3
+# A step that is compiled or captured as a whole scans a memory of at most this many tokens.
+MOST_SCANNED = 8192
 # `PromptLookup` measures the length of its match only up to this many tokens.
 LONGEST_MATCH = 20
 
@@ -58,18 +60,26 @@ class _Lookup(DraftSource):
     def static_tensors(self) -> Sequence[Tensor]:
         return () if self._input is None else (self._input,)
 
-    def _keep(self, new: Tensor | None) -> None:
-        # Write to the instance's dict, because `PromptLookup` is a frozen dataclass, and an assignment would raise.
-        vars(self)["_input"] = None if new is None else placed(self._input, new)
-
-    def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Returns the tokens [B, N] to search, the index [B, 1] of the last token of each row's sequence, and the index
-        of its first token. The tokens are `before`, then the encoder's tokens, then the row's sequence."""
-        if self._input is not None and len(self._input) != len(tokens):
+    def _check_rows(self, num_rows: int) -> None:
+        if self._input is not None and len(self._input) != num_rows:
             raise RuntimeError(
                 f"draft: another decoder has used this {type(self).__name__} since, for {len(self._input)} rows; "
                 "expected a lookup for each decoder with an encoder"
             )
+
+    def _keep(self, new: Tensor | None) -> None:
+        # Write to the instance's dict, because `PromptLookup` is a frozen dataclass, and an assignment would raise.
+        vars(self)["_input"] = None if new is None else placed(self._input, new)
+
+    def _eager_texts(self, tokens: Tensor, lengths: Tensor) -> Texts:
+        self._check_rows(len(tokens))
+        before = None if self._input is None else self._input.numpy(force=True)
+        return Texts(tokens.numpy(force=True), lengths.numpy(force=True), before)
+
+    def _texts(self, tokens: Tensor, lengths: Tensor, *before: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Returns the tokens [B, N] to search, the index [B, 1] of the last token of each row's sequence, and the index
+        of its first token. The tokens are `before`, then the encoder's tokens, then the row's sequence."""
+        self._check_rows(len(tokens))
         before = before if self._input is None else (*before, self._input)
         text = torch.cat([*before, tokens], 1) if before else tokens
         begin = text.shape[1] - tokens.shape[1]
@@ -111,6 +121,11 @@ class PromptLookup(_Lookup):
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
         """Propose the tokens [B, K] that followed the match; -1 where there is no match or no further token."""
+        if is_eager_cpu(tokens, lengths):
+            texts, limits = self._eager_texts(tokens, lengths), (self.max_ngram, self.min_ngram)
+            found = prompt_lookup(texts, num_draft_tokens, *limits, repeat=self.repeat, longest_match=LONGEST_MATCH)
+            drafts, matches = map(torch.from_numpy, found)
+            return Draft(drafts, matches=matches)
         text, last, begin = self._texts(tokens, lengths)
         width = text.shape[1]
         length = _match_lengths(text, last, begin, self.max_ngram)
@@ -121,9 +136,7 @@ class PromptLookup(_Lookup):
         ahead = torch.arange(num_draft_tokens, device=text.device)
         is_proposed = (best >= 0) & (self.repeat | (ahead < last - end))
         drafts = torch.where(is_proposed, _following(text, last, end, num_draft_tokens).squeeze(1), -1)
-        # Measure the match only in eager steps on a CPU, because only they use its length.
-        matches = _shared(text, last, end, begin, LONGEST_MATCH).squeeze(1) if is_eager_cpu(text) else None
-        return Draft(drafts, matches=matches)
+        return Draft(drafts)
 
 
 class SuffixLookup(_Lookup):
@@ -137,6 +150,10 @@ class SuffixLookup(_Lookup):
     `Draft.logits` is None. Like `PromptLookup`, `SuffixLookup` also searches the tokens that the target's encoder
     reads.
 
+    Eager steps on a CPU find places by an index on the host. Steps that are compiled or captured scan a memory of at
+    most 8192 tokens on the device. With a larger memory, they look up on the host before they verify, and cannot be one
+    graph.
+
     With `verify="exact"`, the output for a seed depends on the stored sequences, because the drafts determine how
     random numbers are used. With "gumbel", the default, the output does not depend on them. `memory=0` stores nothing,
     and `forget` empties the memory.
@@ -146,7 +163,12 @@ class SuffixLookup(_Lookup):
         min_ngram: the length of the shortest match that is used, >= 1.
         min_probability: in [0, 1]. Drafts end before the product of their estimated probabilities falls below this
             number.
-        memory: the number of tokens of finished sequences that are stored, >= 0. The oldest are removed first.
+        memory: the number of tokens of finished sequences that are stored, 0 to 10**8. The end of a sequence takes the
+            place of a token. The oldest are removed first. The memory grows as sequences come, to about 20 bytes a
+            token.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, by name.
 
     Examples:
         >>> import torch
@@ -156,6 +178,8 @@ class SuffixLookup(_Lookup):
         tensor([[9, 3, 4]])
     """
 
+    _of_calls: ClassVar[Sequence[str]] = ("_history", "_memory")
+
     def __init__(
         self, max_ngram: int = 32, min_ngram: int = 2, min_probability: float = 0.1, memory: int = 8192
     ) -> None:
@@ -164,43 +188,104 @@ class SuffixLookup(_Lookup):
         self.min_probability = checks.check_number("min_probability", min_probability)
         if not 0 <= min_probability <= 1:
             raise ValueError(f"min_probability: expected a number in [0, 1], got {min_probability}")
-        memory = checks.check_int("memory", memory, 0)
-        with normal_tensors():
-            # The finished sequences, each followed by a -1, the newest last.
-            self._memory = torch.full((memory,), -1, device="cpu")
+        self.memory = checks.check_int("memory", memory, 0, 10**8)
+        self._set_history(np.zeros(0, np.int32))
+
+    def _set_history(self, tokens: Ints) -> None:
+        self._history = History(self.memory)
+        # The newest tokens of the history, where a compiled step reads them; the newest come last, after -1.
+        self._memory: Tensor | None = None
+        if not self.on_host:
+            with normal_tensors():
+                self._memory = torch.full((self.memory,), -1, device="cpu")
+        self._append(tokens)
+
+    def _append(self, tokens: Ints) -> None:
+        with self._history.lock:
+            self._history.append(tokens)
+            if self._memory is not None:
+                newest = torch.from_numpy(self._history.newest())
+                self._memory.copy_(pad(newest, (self.memory - len(newest), 0), value=-1))
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickle an array, because torch would share the memory of a tensor with the other process, and both would write
         # to it.
-        return super().__getstate__() | {"_memory": self._memory.cpu().numpy()}
+        return super().__getstate__() | {"_tokens": self._history.newest()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        with normal_tensors():
-            vars(self).update(state | {"_memory": torch.tensor(state["_memory"], device="cpu")})
+        vars(self).update(state)
+        self._set_history(vars(self).pop("_tokens"))
+
+    @property
+    def on_host(self) -> bool:  # type: ignore[override]
+        return self.memory > MOST_SCANNED
+
+    @property
+    def num_remembered(self) -> int:
+        """The number of tokens in the memory."""
+        return int((self._history.newest() >= 0).sum())
+
+    def remember(self, sequences: Iterable[Tensor | Sequence[int]]) -> None:
+        """Store finished sequences, such as the answers of an earlier epoch with their prompts, the newest last.
+
+        Args:
+            sequences: 1-D tensors of integers or lists of int; tokens in [0, 2,000,000).
+
+        Raises:
+            TypeError, ValueError: a sequence of another kind, by its index. The sequences before it may be stored.
+
+        Examples:
+            >>> import torch
+            >>> from torch_specops.drafts import SuffixLookup
+            >>> draft = SuffixLookup(memory=10**6)
+            >>> draft.remember([[5, 6, 7, 8], torch.tensor([1, 5, 6, 9])])
+            >>> draft.num_remembered
+            8
+        """
+        if isinstance(sequences, (Tensor, str)) or not isinstance(sequences, Iterable):
+            raise TypeError(f"sequences: expected a list of 1-D tensors or lists of int, got {type(sequences)}")
+        texts: list[Ints] = []
+        num_tokens = 0
+        for index, sequence in enumerate(sequences):
+            texts.append(_text_of(f"sequences[{index}]", sequence))
+            num_tokens += len(texts[-1])
+            # A large part is indexed at once, which is faster than text by text.
+            if num_tokens >= LARGEST_LEVEL:
+                self._append(joined(texts))
+                texts, num_tokens = [], 0
+        if texts:
+            self._append(joined(texts))
 
     def forget(self) -> None:
         """Empty the memory."""
-        self._memory.fill_(-1)
+        with self._history.lock:
+            self._history.forget()
+            if self._memory is not None:
+                self._memory.fill_(-1)
 
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         super().start(tokens, lengths, capacity, inputs)
-        self._memory = self._memory.to(tokens.device)
+        if self._memory is not None:
+            self._memory = self._memory.to(tokens.device)
 
     def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
-        if len(self._memory) == 0:
-            return
-        for row, length in zip(tokens, lengths.tolist(), strict=True):
-            text = torch.cat([self._memory, row[:length], row.new_full((1,), -1)])
-            self._memory.copy_(text[-len(self._memory) :])
+        if self.memory > 0:
+            rows = zip(tokens.numpy(force=True), lengths.tolist(), strict=True)
+            self._append(joined([row[:length] for row, length in rows]))
 
     def static_tensors(self) -> Sequence[Tensor]:
-        return (self._memory, *super().static_tensors())
+        memory = () if self._memory is None else (self._memory,)
+        return (*memory, *super().static_tensors())
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, sampling: object = None, seeds: object = None
     ) -> Draft:
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
+        if self._memory is None and torch.compiler.is_compiling():
+            raise NotImplementedError(f"memory: expected at most {MOST_SCANNED} in a traced lookup, got {self.memory}")
+        if self._memory is None or is_eager_cpu(tokens, lengths):
+            return self._propose_on_host(tokens, lengths, num_draft_tokens)
         text, last, begin = self._texts(tokens, lengths, self._memory.expand(len(tokens), -1))
         end, length = self._matches(text, last, begin)  # [B, C]; among equally good places, the newest comes first
         longest = length.amax(1, keepdim=True)
@@ -212,13 +297,19 @@ class SuffixLookup(_Lookup):
             votes = ((token.unsqueeze(1) == token.unsqueeze(2)) & has_vote.unsqueeze(1)).sum(2) * has_vote
             most, best = votes.max(1, keepdim=True)
             # If no place agrees, the share is NaN, and the comparison with `min_probability` is False.
-            share = most / agrees.sum(1, keepdim=True)
+            share = most.float() / agrees.sum(1, keepdim=True)
             probability = probability * share * (longest + ahead) / (longest + ahead + 1)
             is_likely = (probability >= self.min_probability) & (most > 0)
             draft = torch.where(is_likely, token.gather(1, best), -1)
             agrees = agrees & is_likely & (token == draft)
             drafts.append(draft)
         return Draft(torch.cat(drafts, 1), matches=longest.squeeze(1))
+
+    def _propose_on_host(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Draft:
+        texts, limits = self._eager_texts(tokens, lengths), (self.max_ngram, self.min_ngram)
+        found = suffix_lookup(texts, self._history, num_draft_tokens, *limits, self.min_probability)
+        drafts, longest = (torch.from_numpy(each).to(tokens.device) for each in found)
+        return Draft(drafts, matches=longest)
 
     def _matches(self, text: Tensor, last: Tensor, begin: int) -> tuple[Tensor, Tensor]:
         """Candidate places [B, C], and the length [B, C] of the match at each place."""
@@ -228,6 +319,23 @@ class SuffixLookup(_Lookup):
         rank = torch.where(num_equal > 0, num_equal * text.shape[1] + position, -1)
         rank, end = rank.topk(min(NUM_PLACES, text.shape[1]))
         return end, _shared(text, last, end, begin, self.max_ngram) * (rank >= 0)
+
+
+def _text_of(name: str, sequence: Tensor | Sequence[int]) -> Ints:
+    """A sequence as an array [N], checked. `name` is for the error messages."""
+    try:
+        text = sequence.numpy(force=True) if isinstance(sequence, Tensor) else np.asarray(sequence)
+        text = text if text.size > 0 else text.astype(np.int64)
+        is_text = text.ndim == 1 and text.dtype.kind in "iu"
+    except (TypeError, ValueError):
+        # A dtype that numpy does not have, or a list of lists.
+        is_text = False
+    if not is_text:
+        got = f"{sequence.dtype} of shape {list(sequence.shape)}" if isinstance(sequence, Tensor) else repr(sequence)
+        raise TypeError(f"{name}: expected a 1-D tensor of integers or a list of int, got {got[:80]}")
+    if text.size > 0 and not 0 <= text.min() <= text.max() < MOST_TOKENS:
+        raise ValueError(f"{name}: expected tokens in [0, {MOST_TOKENS}), got {text.min()} to {text.max()}")
+    return text
 
 
 def _tokens_of(inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor | None:

@@ -176,7 +176,8 @@ class LookupElse(SampledDraft):
     ) -> Draft:
         """Up to K tokens [B, K], with the logits [B, K, V] and logsumexp [B, K] of their q, unless all drafts are
         deterministic or share the target's noise."""
-        found = self._piece(self._look_up, num_draft_tokens)(tokens, lengths, num_draft_tokens)
+        look_up = self._look_up if self.lookup.on_host else self._piece(self._look_up, num_draft_tokens)
+        found = look_up(tokens, lengths, num_draft_tokens)
         is_found = found[:, :1] >= 0
         is_host = is_eager_cpu(lengths)
         is_eager = is_host and self._shape is None
