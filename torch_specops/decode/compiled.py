@@ -300,8 +300,8 @@ class CompiledSteps:
         proposal = self._propose(state, num_draft_tokens)
         if num_draft_tokens > 0 and self._on_host:
             with normal_tensors():
-                logits, lse = (None if part is None else part.clone() for part in (proposal.logits, proposal.lse))
-                proposal = Draft(proposal.tokens.clone(), logits, lse)
+                parts = (None if part is None else part.clone() for part in vars(proposal).values())
+                proposal = Draft(*parts)  # type: ignore[arg-type]
             ask = partial(self._propose_into, state, proposal)
         elif num_draft_tokens > 0:
             graph, proposal = capture(stream, pool, self._propose, state, num_draft_tokens)
@@ -317,8 +317,8 @@ class CompiledSteps:
     def _propose_into(self, state: DecodeState, static: Draft) -> None:
         """Propose on the host, and write the drafts where a graph reads them."""
         new = self._propose(state, static.tokens.shape[1])
-        for old, part in ((static.tokens, new.tokens), (static.logits, new.logits), (static.lse, new.lse)):
-            if old is not None and part is not None:
+        for old, part in zip(vars(static).values(), vars(new).values(), strict=True):
+            if old is not None:
                 old.copy_(part)
 
 
