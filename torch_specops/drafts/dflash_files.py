@@ -97,9 +97,7 @@ def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
 def _of_publishers(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     """The layouts of z-lab, transformers, DeepSpec and SpecForge."""
     is_muse, is_dspark = raw.get("model_type") == MUSE, kind == "dspark"
-    inner = field_of(raw, "dflash_config", Mapping)
-    fields = joined(raw, {} if is_muse else inner, "dflash_config", OF_METHOD[kind])
-    causal = raw.get("is_causal")
+    fields, causal = joined(raw, raw, "dflash_config", OF_METHOD[kind]), raw.get("is_causal")
     check_known(
         ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
         ("eagle_config", raw.get("eagle_config"), (None,)),
@@ -208,7 +206,7 @@ def _config(
     """The config, from the fields of the layers and those of the drafter."""
     # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
     knows_tokens = not others.keys().isdisjoint({"markov_rank", "draft_vocab_size", "selector_rank"})
-    # vLLM reads the second of these first. It counts layers by their inputs, and the third by their outputs.
+    # `target_layer_ids` counts layer outputs, the other two count inputs. vLLM reads EAGLE's name first.
     outputs = [each - 1 for each in feature_layers]
     same: dict[str, Any] = {IDS: feature_layers, f"eagle_{IDS}": feature_layers, "target_layer_ids": outputs}
     same |= {"num_aux_hidden_states": len(feature_layers), "projector_type": kind}

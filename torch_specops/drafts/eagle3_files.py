@@ -30,7 +30,6 @@ from .layers import (
     check_known,
     default_drafts,
     draft_tokens,
-    field_of,
     is_set,
     joined,
     layer_ids,
@@ -53,8 +52,8 @@ ONLY: dict[str, tuple[Any, ...]] = SUPPORTED | {
     "parallel_draft_step": (None, 1),
     "parallel_draft_heads_num_layers": (None, 0, 1),
     "is_causal": (None, True),
-    # DeepSpec's name for the feature layers, which vLLM reads last in EAGLE's format.
-    "target_layer_ids": (None,),
+    # DeepSpec's name for the feature layers, which vLLM reads last in EAGLE's format, and DFlash's.
+    **dict.fromkeys(("target_layer_ids", "aux_hidden_state_layer_ids"), (None,)),
 }
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm")
 FIELDS = {*ONLY, *SWITCHES, LAYER_IDS, "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size"}
@@ -148,7 +147,7 @@ def _deepspec_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The head's fields, with layer ids that name layers by their inputs."""
-    own = joined({}, field_of(raw, "eagle_config", Mapping), "eagle_config", FIELDS)
+    own = joined({}, raw, "eagle_config", FIELDS)
     if LAYER_IDS in own:
         outputs, inputs = own[LAYER_IDS], [each + 1 for each in layer_ids(own, LAYER_IDS, least=-1)]
         if raw.get(LAYER_IDS) not in (None, inputs):
@@ -157,7 +156,7 @@ def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
                 f"it, where they are counted by their inputs, expected {inputs}, got {raw[LAYER_IDS]}"
             )
         own[LAYER_IDS] = inputs
-    return joined(raw, own, "eagle_config", FIELDS)
+    return joined(raw, {"eagle_config": own}, "eagle_config", FIELDS)
 
 
 def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

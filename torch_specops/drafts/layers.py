@@ -210,14 +210,14 @@ def field_of(raw: Mapping[str, Any], name: str, kind: type, is_list: bool = Fals
     return value
 
 
-def joined(raw: Mapping[str, Any], part: Mapping[str, Any] | None, name: str, known: Set[str]) -> dict[str, Any]:
-    """The config with the fields of its part `name` merged in; a part of None is empty. A field that is None is not
-    given.
+def joined(raw: Mapping[str, Any], parts: Mapping[str, Any], name: str, known: Set[str]) -> dict[str, Any]:
+    """The config with the fields of `parts[name]` merged in. A part or field that is None is not given.
 
     Raises:
-        ValueError: a part that has unknown fields, or contradicts the config.
+        ValueError: a part that is not an object, has unknown fields, or contradicts the config.
     """
-    given = {key: value for key, value in (part or {}).items() if value is not None}
+    part = field_of(parts, name, Mapping) or {}
+    given = {key: value for key, value in part.items() if value is not None}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"config: {name} has {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     for key, value in given.items():
@@ -234,8 +234,9 @@ def speculators_parts(raw: Mapping[str, Any], known: Set[str]) -> tuple[dict[str
         check_known((name, raw.get(name), (None,)), (name, layer.get(name), (None,)))
     beside = {name: raw[name] for name in LAYER_FIELDS & raw.keys()}
     inside = {name: layer[name] for name in known & layer.keys()}
-    layer = joined(layer, beside, "the top level", LAYER_FIELDS)
-    return layer, joined(raw, inside, "transformer_layer_config", known)
+    parts = {"the top level": beside, "transformer_layer_config": inside}
+    layer = joined(layer, parts, "the top level", LAYER_FIELDS)
+    return layer, joined(raw, parts, "transformer_layer_config", known)
 
 
 def size_of(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
@@ -322,7 +323,7 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         kind = field_of(own, "rope_type", str)
         check_known((f"type in {part}", old, (None, kind)))
         # Accept any field of an unsupported kind, because `rope_frequencies` refuses the kind.
-        rope = joined(rope, own, part, ROPE_FIELDS if kind in (None, *ROPE_FACTORS) else own.keys())
+        rope = joined(rope, {part: own}, part, ROPE_FIELDS if kind in (None, *ROPE_FACTORS) else own.keys())
     kind = rope.setdefault("rope_type", "default")
     for name in ROPE_FACTORS.get(kind, ()):
         if number_of(rope, name) is None:
@@ -333,12 +334,12 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def default_drafts(raw: Mapping[str, Any], kind: str) -> int | None:
     """The number of drafts of the default method in `speculators_config`; None = not given."""
     known = {"algorithm", "proposal_methods", "default_proposal_method", "verifier"}
-    fields = joined({}, field_of(raw, "speculators_config", Mapping), "speculators_config", known)
+    fields = joined({}, raw, "speculators_config", known)
     methods = field_of(fields, "proposal_methods", Mapping, is_list=True) or []
     name = fields.get("default_proposal_method")
     for method in methods:
         known = {"proposal_type", "speculative_tokens", "accept_tolerance", "verifier_accept_k"}
-        joined({}, method, "proposal_methods", known)
+        joined({}, {"proposal_methods": method}, "proposal_methods", known)
         check_known(
             # Rules that accept other tokens than the target's.
             ("accept_tolerance", method.get("accept_tolerance"), (None, 0)),

@@ -31,6 +31,8 @@ ADVICE = {
     **dict.fromkeys(("Gemma4DSparkModel", "Gemma4Eagle3Model"), "DeepSpec's drafters for Gemma 4 are not read"),
 }
 
+OTHERS = "Domino, XPress and other drafters compute otherwise, and are not read"
+
 
 def method_of(raw: Mapping[str, Any], reader: str) -> str:
     """The method of a drafter that the class `reader` reads, such as "dspark"; a ValueError for other drafters."""
@@ -47,5 +49,5 @@ def method_of(raw: Mapping[str, Any], reader: str) -> str:
     advice += [ADVICE[str(each)] for each in (kind, model_type, *architectures) if each in ADVICE]
     raise ValueError(
         f"config: expected {LAYOUTS[reader]}, got {architectures}{''.join(f' with {name}' for name in masks)}, "
-        f"{kind!r} and {model_type!r}; {(*advice, 'other drafters compute otherwise, and are not read')[0]}"
+        f"{kind!r} and {model_type!r}; {(*advice, OTHERS)[0]}"
     )
