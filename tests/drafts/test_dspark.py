@@ -468,6 +468,8 @@ def test_fields_that_layouts_give_differently() -> None:
     assert config.has_confidence and not config.confidence_reads_markov
     del fields["confidence_head_alpha"]
     assert not read_drafter_config(forge).has_confidence
+    # speculators' layers may have their windows beside them, as vLLM reads them.
+    assert read_drafter_config(DFLASH | SLIDING) == read_drafter_config(with_layers(DFLASH, **SLIDING))
     # Where speculators' config does not name the head, the drafter has it.
     without = {name: value for name, value in DSPARK.items() if "confidence" not in name}
     assert read_drafter_config(without) == read_drafter_config(DSPARK)
