@@ -97,7 +97,7 @@ def filled(
     name contains an entry of `wide`.
 
     Raises:
-        TypeError: a dtype that is none.
+        TypeError: a dtype of another type.
         ValueError: another dtype than float64, float32, bfloat16 and float16; a weight that is missing, unknown, of
             another shape or quantised, by name.
     """
