@@ -51,6 +51,11 @@ def check_number(name: str, value: Any) -> float:
     return int(value) if is_int(value) else float(value)
 
 
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value)}")
+
+
 def check_fraction(name: str, value: float) -> None:
     """Raise unless the number, which may be traced, is in (0, 1]."""
     if not 0.0 < value <= 1.0:

@@ -38,7 +38,7 @@ from torch_specops.compilation import compile_piece
 from torch_specops.drafts import DFlash, Draft
 from torch_specops.drafts.dflash_files import read_drafter, read_drafter_config
 from torch_specops.drafts.dflash_head import DFlashHead
-from torch_specops.drafts.layers import SUPPORTED
+from torch_specops.drafts.layers import SUPPORTED, UNSCALED
 
 INPUT_IDS, ATTENDED = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "DFlash2": with_layers(DFLASH2, **SLIDING),
     "DFlash2, z-lab": ZLAB2 | SLIDING,
 }
+OTHER_PARTS = ("markov_rank", "enable_confidence_head", "conv_kernel_size", "selector_rank")
 
 
 class Recorder(Recording, DFlash):
@@ -278,6 +279,12 @@ def test_configs_that_are_not_known() -> None:
     def with_inner(**fields: Any) -> dict[str, Any]:
         return ZLAB2 | {"dflash_config": ZLAB2["dflash_config"] | fields}
 
+    def plain(inner: Any = None, **fields: Any) -> dict[str, Any]:
+        return with_layers(DFLASH, **(inner or {})) | fields
+
+    def methods(*counts: int) -> dict[str, Any]:
+        return {"speculators_config": {"proposal_methods": [METHOD | {"speculative_tokens": k} for k in counts]}}
+
     ids, expected = "aux_hidden_state_layer_ids", "config: expected "
     rope = {"sliding_attention": {"rope_theta": 9.0}, "full_attention": {"rope_theta": 9.0}}
     off = SLIDING | {"use_sliding_window": False}
@@ -289,7 +296,7 @@ def test_configs_that_are_not_known() -> None:
             (DSPARK | {"speculators_model_type": "mtp"}, expected + ".*'mtp' .*stitch .* and use drafts.MTP"),
             (
                 DEEPSPEC | {"architectures": ["Gemma4DSparkModel"]},
-                expected + r"architectures .*\['Gemma4DSparkModel'\]",
+                expected + r"architectures .*\['Gemma4DSparkModel'\].*; DeepSpec's drafters for Gemma 4 are not read",
             ),
             (DEEPSPEC | {"model_type": "gemma4"}, expected + "model_type 'qwen3' or .*, got 'gemma4'"),
             (with_layers(DSPARK, model_type="gpt_oss"), expected + "model_type 'qwen3' or 'llama', got 'gpt_oss'"),
@@ -324,9 +331,16 @@ def test_configs_that_are_not_known() -> None:
                 expected + "sliding_window_non_causal",
             ),
             (DSPARK | {"target_hidden_size": 64}, expected + "target_hidden_size None or 32, got 64"),
+            *((plain({name: 9}), expected + f"{name} None.*, got 9") for name in (*SUPPORTED, *UNSCALED, *OTHER_PARTS)),
+            *((plain(**{name: 9}), expected + f"{name} None.*, got 9") for name in (*UNSCALED, *OTHER_PARTS)),
+            (plain(projector_type="domino"), expected + "projector_type None or 'dflash', got 'domino'"),
+            (plain(is_causal=True), expected + "is_causal None or False, got True"),
+            (plain(SLIDING, is_causal=False), expected + "is_causal None, got False"),
+            (plain(dflash_config={"foo": 1}), expected + "dflash_config None, got {'foo': 1}"),
             # Rules that change the text.
             (method(accept_tolerance=0.1), expected + "accept_tolerance None or 0, got 0.1"),
             (method(verifier_accept_k=5), expected + "verifier_accept_k None or 0 or 1, got 5"),
+            (method(min_p=0.1), "config: proposal_methods has min_p; known are accept_tolerance"),
             # Missing, wrong, contradicting.
             (
                 DSPARK | {"transformer_layer_config": [1]},
@@ -343,6 +357,24 @@ def test_configs_that_are_not_known() -> None:
             (DSPARK | {"sample_from_anchor": "no"}, expected + "sample_from_anchor None or True or False, got 'no'"),
             (DEEPSPEC | {"sample_from_anchor": False}, expected + "sample_from_anchor None or True, got False"),
             (inside(markov_rank=9), "config: markov_rank is 4, and 9 in dflash_config"),
+            *(
+                (plain({name: 3}), f"config: {name} is .*, and 3 in transformer_layer_config")
+                for name in ("block_size", "mask_token_id", ids, "draft_vocab_size")
+            ),
+            *(
+                (plain(**{name: 64}), f"config: {name} is .*, and 64 in the top")
+                for name in ("hidden_size", "head_dim")
+            ),
+            (plain({"target_hidden_size": 9}), expected + "target_hidden_size None or 32, got 9"),
+            (plain({f"eagle_{ids}": [1, 1]}), expected + rf"eagle_{ids} None or \[0, 1\], got \[1, 1\]"),
+            (plain(target_layer_ids=[7]), expected + r"target_layer_ids None or \[-1, 0\], got \[7\]"),
+            (plain({"layer_types": 3}), expected + "a list of str as layer_types, got 3"),
+            (plain(speculators_config=[1]), expected + r"an object as speculators_config, got \[1\]"),
+            (
+                plain(speculators_config={"proposal_methods": METHOD}),
+                expected + "a list of objects as proposal_methods",
+            ),
+            (plain(**methods(3, 2)), expected + "default_proposal_method to choose one speculative_tokens, got {2, 3}"),
             (method(speculative_tokens=6), expected + "speculative_tokens <= 5, the drafts of a block, got 6"),
             (
                 DSPARK | {"speculators_config": {"algorithm": "dflash"}},
@@ -408,6 +440,10 @@ def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
         # The library's features of the last layer are those before the last norm.
         ((last, {}), ValueError, other + r"it reads layers \[0, 2\], the target has layers 0 to 1"),
         ((DEEPSPEC | {"num_target_layers": 3}, {}), ValueError, other + "num_target_layers 3, the target has 2"),
+        ((with_layers(DSPARK, num_target_layers=3), {}), ValueError, other + "num_target_layers 3, the target has 2"),
+        ((DSPARK, {"sampled": 3}), TypeError, "sampled: expected a bool, got <class 'int'>"),
+        ((DSPARK, {"dtype": "float32"}), TypeError, "dtype: expected a torch.dtype or None, got <class 'str'>"),
+        ((DSPARK, {"dtype": torch.int32}), ValueError, "dtype: expected float64, .*, got torch.int32"),
         ((DSPARK | {"mask_token_id": VOCAB}, {}), ValueError, "draft: mask_token_id 60 is none of the target's tokens"),
         ((DSPARK, {"confidence": 1.0}), ValueError, r"confidence: expected a number in \[0, 1\), got 1.0"),
         ((DSPARK, {"confidence": "high"}), TypeError, "confidence: expected a number, got <class 'str'>"),
@@ -432,6 +468,8 @@ def test_fields_that_layouts_give_differently() -> None:
     assert config.has_confidence and not config.confidence_reads_markov
     del fields["confidence_head_alpha"]
     assert not read_drafter_config(forge).has_confidence
+    # speculators' layers may have their windows beside them, as vLLM reads them.
+    assert read_drafter_config(DFLASH | SLIDING) == read_drafter_config(with_layers(DFLASH, **SLIDING))
     # Where speculators' config does not name the head, the drafter has it.
     without = {name: value for name, value in DSPARK.items() if "confidence" not in name}
     assert read_drafter_config(without) == read_drafter_config(DSPARK)

@@ -142,9 +142,17 @@ def test_configs_that_are_not_known() -> None:
 
     mrope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
     cases: list[tuple[Any, type[Exception], str]] = [
-        ({}, ValueError, r"config: expected architectures \['LlamaForCausalLMEagle3'\] or .*, got \[\] and None"),
-        ({"architectures": ["LlamaForCausalLM"]}, ValueError, r"config: .*got \['LlamaForCausalLM'\] and None"),
-        (SPECFORGE | {"speculators_model_type": "dflash"}, ValueError, "config: expected .* got .* and 'dflash'"),
+        ({}, ValueError, r"config: expected architectures \['LlamaForCausalLMEagle3'\] or .*, got \[\], None and None"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            ValueError,
+            r"config: .*got \['LlamaForCausalLM'\], None and None; Domino",
+        ),
+        (
+            SPECFORGE | {"speculators_model_type": "dflash"},
+            ValueError,
+            "config: expected .* got .*'dflash' and None; drafts.DFlash r",
+        ),
         (of_layer(model_type="gpt_oss"), ValueError, "config: expected model_type 'llama' or 'qwen3', got 'gpt_oss'"),
         (SPECFORGE | {"hidden_act": "gelu"}, ValueError, "config: expected hidden_act 'silu', got 'gelu'"),
         (SPECFORGE | {"num_hidden_layers": 0}, ValueError, "config: expected an int >= 1 as num_hidden_layers, got 0"),
@@ -270,6 +278,21 @@ def test_folders_without_a_head(tmp_path: Path) -> None:
     assert message().startswith(f"draft: cannot read {tmp_path / 'model.safetensors'}: ")
     (tmp_path / "config.json").write_text("{")
     assert message().startswith(f"draft: cannot read {tmp_path / 'config.json'} as JSON: ")
+    (tmp_path / "config.json").write_text("[1]")
+    assert message() == f"draft: expected an object in {tmp_path / 'config.json'}, got <class 'list'>"
+    # Indices.
+    shutil.copy(DATA / "eagle3_llama" / "config.json", tmp_path)
+    shutil.copy(DATA / "eagle3_llama" / "model.safetensors", tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for text, wrong in (
+        ("{", f"cannot read {index} as JSON: "),
+        ("[]", f"expected an object in {index}, got"),
+        ('{"weight_map": 3}', f"expected an object as weight_map in {index}, got 3"),
+    ):
+        index.write_text(text)
+        assert message().startswith(f"draft: {wrong}")
+    with pytest.raises(TypeError, match="folder_or_id: expected a folder or a hub id, got <class 'NoneType'>"):
+        read_head(None, CPU, torch.float32)  # type: ignore[arg-type]
 
 
 TARGET = {"vocab": 24, "hidden_size": 16, "num_hidden_layers": 5}

@@ -33,10 +33,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_specops import SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
-from torch_specops.drafts import Draft, Eagle3, PEagle
+from torch_specops.drafts import DFlash, Draft, Eagle3, PEagle
 from torch_specops.drafts.eagle3_files import read_config
 from torch_specops.drafts.eagle3_head import Eagle3Head
-from torch_specops.drafts.layers import SUPPORTED
+from torch_specops.drafts.layers import SUPPORTED, UNSCALED
 
 INPUT_IDS, ATTENDED = padded(PROMPTS, "left")
 MIXED = SamplingParams(temperature=[0.0, 1.0, 0.7])
@@ -224,8 +224,20 @@ def test_what_the_config_decides() -> None:
         assert config.mask_token_id == (VOCAB - 1 if is_parallel(raw) else None)
     config = read_config(DEEPSPEC)
     assert config.feature_layers == (1,) and config.normalises_queries and not config.norm_before_feedback
-    with pytest.raises(ValueError, match="head: expected a P-EAGLE head, with a mask_token_id, got an EAGLE-3 head"):
-        PEagle(new_eagle3_head())
+    of_classes: list[tuple[Any, type[Exception], str]] = [
+        (
+            (PEagle, new_eagle3_head()),
+            ValueError,
+            "head: expected a P-EAGLE head, with a mask_token_id, got an EAGLE-3",
+        ),
+        ((Eagle3, new_eagle3_head(mask_token_id=9)), ValueError, "head: expected an EAGLE-3 head, got a P-EAGLE head"),
+        ((DFlash, new_eagle3_head()), TypeError, "head: expected DFlashHead, got .*Eagle3Head"),
+        *(
+            ((kind, "head"), TypeError, rf"head: expected .*Head, got .*str'>; {kind.__name__}.from_pretrained\(folder")
+            for kind in (DFlash, Eagle3, PEagle)
+        ),
+    ]
+    assert raised(lambda case: case[0](case[1]), of_classes) == []
     # As NeMo writes it.
     nemo = AMAZON | {"parallel_drafting": True, "pard_token": VOCAB - 1, "ptd_token_id": None}
     assert read_config(nemo, True) == read_config(AMAZON | {"pard_token": VOCAB - 1}, True)
@@ -241,19 +253,28 @@ def test_configs_that_are_not_known() -> None:
         ((raw, parallel), ValueError, message)
         for raw, parallel, message in [
             # Other heads.
-            (PEAGLE, False, expected + r"architectures \['Llama.* 'eagle3', .* and 'peagle'; drafts.PEagle reads it"),
-            (AMAZON, False, expected + ".* with ptd_token_id and None; drafts.PEagle reads it"),
-            (SPECULATORS, True, expected + ".* with ptd_token_id or .* 'peagle', .* 'eagle3'; drafts.Eagle3 reads it"),
-            (eagle, True, expected + r".*\['LlamaForCausalLMEagle3'\] and None; drafts.Eagle3 reads it"),
-            (DEEPSPEC, True, expected + r".* got \['Qwen3Eagle3Model'\] and None$"),
+            (PEAGLE, False, expected + r"architectures \['Llama.* 'eagle3', .* 'peagle' and None; drafts.PEagle reads"),
+            (AMAZON, False, expected + ".* with ptd_token_id, None and None; drafts.PEagle reads it"),
+            (
+                SPECULATORS,
+                True,
+                expected + ".* with ptd_token_id or .* 'peagle', .* 'eagle3' and None; drafts.Eagle3 reads",
+            ),
+            (eagle, True, expected + r".*\['LlamaForCausalLMEagle3'\], None and None; drafts.Eagle3 reads it"),
+            (DEEPSPEC, True, expected + r".* got \['Qwen3Eagle3Model'\], None .*; drafts.Eagle3 reads it"),
+            (DEEPSPEC | {"architectures": ["Qwen3DSparkModel"]}, False, expected + ".*; drafts.DFlash reads it"),
             (DEEPSPEC | {"architectures": ["Gemma4Eagle3Model"]}, False, expected + r".*\['Gemma4Eagle3Model'\]"),
-            (SPECULATORS | {"speculators_model_type": "mtp"}, False, expected + ".* and 'mtp'$"),
+            (
+                SPECULATORS | {"speculators_model_type": "mtp"},
+                True,
+                expected + ".*'mtp'.*; stitch .* and use drafts.MTP",
+            ),
             (DEEPSPEC | {"model_type": "gemma4"}, False, expected + "model_type 'qwen3', got 'gemma4'"),
             (with_layers(PEAGLE, model_type="gpt_oss"), True, expected + "model_type 'llama' or .* got 'gpt_oss'"),
             (DEEPSPEC | {"num_hidden_layers": 2}, False, expected + "num_hidden_layers 1, got 2"),
             # Fields that change what is computed.
             *((PEAGLE | {name: 9}, True, expected + f"{name} .*, got 9") for name in SUPPORTED),
-            *((DEEPSPEC | {name: 9}, False, expected + f"{name} .*, got 9") for name in SUPPORTED),
+            *((DEEPSPEC | {name: 9}, False, expected + f"{name} .*, got 9") for name in (*SUPPORTED, *UNSCALED)),
             (eagle | {"is_neox_style": False}, False, expected + "is_neox_style None or True, got False"),
             (eagle | {"quantization_config": {"bits": 4}}, False, expected + "quantization_config None, got"),
             (with_layers(PEAGLE, rope_parameters=rope), True, "config: rope_parameters has sliding_attention"),
@@ -264,7 +285,16 @@ def test_configs_that_are_not_known() -> None:
             # Missing, wrong, contradicting.
             (PEAGLE | {"mask_token_id": None}, True, expected + "an int >= 0 as mask_token_id, got None"),
             (AMAZON | {"ptd_token_id": VOCAB}, True, expected + "ptd_token_id < 60, the tokens, got 60"),
-            (AMAZON | {"pard_token": 3}, True, expected + "pard_token 59, got 3"),
+            (AMAZON | {"pard_token": 3}, True, expected + "pard_token None or 59, got 3"),
+            (AMAZON | {"mask_token_id": 3}, True, expected + "mask_token_id None or 59, got 3"),
+            (SPECULATORS | {"mask_token_id": 3}, False, expected + "mask_token_id None, got 3"),
+            (
+                with_layers(PEAGLE, mask_token_id=3),
+                True,
+                "config: mask_token_id is 59, and 3 in transformer_layer_conf",
+            ),
+            (PEAGLE | {"num_attention_heads": 2}, True, "config: num_attention_heads is 4, and 2 in the top level"),
+            (DEEPSPEC | {IDS: [0]}, False, expected + rf"{IDS} None or \[1\], got \[0\]"),
             (DEEPSPEC | {"target_layer_ids": None}, False, expected + "a list of layers as target_layer_ids, got None"),
             (DEEPSPEC | {"eagle_config": {}}, False, expected + "eagle_config None, got {}"),
             (method(speculative_tokens=0), False, expected + "an int >= 1 as speculative_tokens, got 0"),
@@ -288,11 +318,13 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         for case, message in [
             ((PEAGLE, {"mask_hidden": None}), '.*Missing .*"mask_hidden"'),
             ((AMAZON, {"mask_hidden": small}), ".*size mismatch for mask_hidden"),
+            ((PEAGLE, {"mask_hidden": torch.zeros(64, 1, 1)}), ".*size mismatch for mask_hidden"),
             ((SPECULATORS, {"mask_hidden": small}), '.*Unexpected .*"mask_hidden"'),
             ((SPECULATORS, {norm: None}), f'.*Missing .*"{norm}"'),
             ((PEAGLE, {"layers.3.mlp.up_proj.weight": small}), '.*Unexpected .*"layers.3.mlp.up_proj.weight"'),
             ((AMAZON, {"layers.0.hidden_norm.weight": small}), ".* midlayer.hidden_norm.weight under two names"),
             ((PEAGLE, {"d2t": None}), "draft: the head has 24 of 60 tokens and lacks the weights d2t"),
+            ((with_layers(PEAGLE, num_target_layers=3), {}), other + "num_target_layers 3, the target has 2"),
             ((DEEPSPEC | {"num_target_layers": 3}, {}), other + "num_target_layers 3, the target has 2"),
             ((PEAGLE | {IDS: [0, 2]}, {}), other + r"it reads layers \[0, 2\], the target has layers 0 to 1"),
         ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checks import check_number
+from ..checks import check_bool, check_number
 from ..models.base import FeatureModel, LanguageModel, feature_model
 from ..sampling import SamplingTensors
 from .base import Draft
@@ -60,7 +60,7 @@ class DFlash(PublishedDraft):
     """
 
     head: DFlashHead
-    _read_head = staticmethod(read_drafter)
+    _read_head, _network = staticmethod(read_drafter), DFlashHead
 
     def __init__(self, head: DFlashHead, *, sampled: bool | None = None, confidence: float = 0.0) -> None:
         super().__init__(head)
@@ -69,7 +69,9 @@ class DFlash(PublishedDraft):
             raise ValueError(f"confidence: expected a number in [0, 1), got {confidence!r}")
         if confidence > 0 and head.confidence_head is None:
             raise ValueError(f"confidence: expected 0, because this drafter has no confidence head, got {confidence}")
-        self.deterministic = not head.is_conditional if sampled is None else not sampled
+        sampled = head.is_conditional if sampled is None else sampled
+        check_bool("sampled", sampled)
+        self.deterministic = not sampled
         self.confidence = confidence
         self.max_draft_tokens = config.most_drafts
         self.default_draft_tokens = config.num_drafts or config.most_drafts
@@ -99,10 +101,11 @@ class DFlash(PublishedDraft):
             sampled, confidence: as in the class.
 
         Raises:
-            TypeError: a target that does not expose its hidden states.
-            ValueError: no such folder; a config with an unknown value, with two values of a field, or of another
-                method; a weight that is missing, unknown, quantised, of another shape, or contradicted by another; a
-                drafter for another target; a `confidence` that it cannot have. The message names it.
+            TypeError: a target that does not expose its hidden states; an argument of another type.
+            ValueError: no such folder; a `dtype` that is not floating-point of 16 to 64 bits; a config with an unknown
+                value, with two values of a field, or of another method; a weight that is missing, unknown, quantised,
+                of another shape, or contradicted by another; a drafter for another target; a `confidence` that it
+                cannot have. The message names it.
         """
         return cls._published(folder_or_id, target, dtype, sampled=sampled, confidence=confidence)
 

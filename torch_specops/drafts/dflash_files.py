@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from .dflash_head import DFlashConfig, DFlashHead
 from .layers import (
     NOT_NEEDED,
     SUPPORTED,
+    UNSCALED,
     check_known,
     default_drafts,
     draft_tokens,
+    field_of,
     is_set,
     joined,
     layer_ids,
@@ -33,21 +34,28 @@ from .layers import (
     layer_sizes,
     number_of,
     rope_frequencies,
+    size_if_given,
     size_of,
+    speculators_parts,
 )
 from .markov import KINDS
+from .methods import MUSE, method_of
 
-ZLAB, ZLAB2, SPECFORGE, DEEPSPEC = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel"
-MUSE = "muse_glimmer_assistant"
-METHODS = {(ZLAB,): "dflash", (ZLAB2,): "dflash2", (SPECFORGE,): "dspark", (DEEPSPEC,): "dspark"}
 MUSE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
-FIELDS = {"block_size", "mask_token_id", "target_layer_ids", "projector_type"}
-FIELDS |= {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+FIELDS = {"block_size", "mask_token_id", "target_layer_ids", "projector_type", *UNSCALED}
 DFLASH2_FIELDS = FIELDS | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 DSPARK_FIELDS = FIELDS | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 # These two say how SpecForge trained.
 DSPARK_FIELDS |= {"attention_mode", "confidence_head_alpha"}
+# The fields of each method in z-lab's `dflash_config`.
+OF_METHOD = {"dflash": FIELDS, "dflash2": DFLASH2_FIELDS, "dspark": DSPARK_FIELDS}
+# These give a drafter a part that others lack.
+PARTS = ("markov_rank", "enable_confidence_head", "conv_kernel_size", "selector_rank")
+IDS = "aux_hidden_state_layer_ids"
+SPECULATORS_FIELDS = DFLASH2_FIELDS | DSPARK_FIELDS | {*SUPPORTED, IDS, f"eagle_{IDS}", "num_aux_hidden_states"}
+SPECULATORS_FIELDS |= {"draft_vocab_size", "target_hidden_size", "num_target_layers", "is_causal"}
+SPECULATORS_FIELDS |= {"sample_from_anchor", "sliding_window_non_causal"}
 
 
 def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.device, dtype: torch.dtype) -> DFlashHead:
@@ -57,14 +65,14 @@ def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.devic
     model: Any = getattr(source, "_orig_mod", source)
     if not isinstance(model, nn.Module):
         folder = checkpoint_folder(model)
-        place, raw = str(folder), read_json(folder)
+        place, config = str(folder), read_drafter_config(read_json(folder))
         weights = {name: read() for name, read in open_weights(folder).items()}
     elif hasattr(model, "config"):
         own_config: Any = model.config
-        place, raw, weights = type(model).__name__, own_config.to_dict(), model.state_dict()
+        place, config = type(model).__name__, read_drafter_config(own_config.to_dict())
+        weights = model.state_dict()
     else:
         raise TypeError(f"folder_or_id: expected a folder, a hub id or a drafter of transformers, got {type(model)}")
-    config = read_drafter_config(raw)
     weights = {MUSE_NAMES.get(name, name): weights[name] for name in weights if name not in NOT_NEEDED}
     offsets, is_drafted = weights.pop("d2t", None), weights.pop("t2d", None)
     vocab_size = config.vocab_size or 0
@@ -82,41 +90,25 @@ def read_drafter(source: str | os.PathLike[str] | nn.Module, device: torch.devic
 
 def read_drafter_config(raw: Mapping[str, Any]) -> DFlashConfig:
     """The config of a drafter, given the content of config.json in any layout."""
-    kind, architectures, model_type = raw.get("speculators_model_type"), raw.get("architectures"), raw.get("model_type")
-    if kind in ("dflash", "dflash2", "dspark"):
-        return _of_speculators(raw, kind)
-    method = "dflash" if model_type == MUSE else METHODS.get(tuple(architectures or ()))
-    if kind is None and method is not None:
-        return _of_publishers(raw, method)
-    advice = "stitch speculators' MTP layers into the target's checkpoint and use drafts.MTP"
-    raise ValueError(
-        f"config: expected architectures {[ZLAB]}, {[ZLAB2]}, {[SPECFORGE]} or {[DEEPSPEC]}, speculators_model_type "
-        f"'dflash', 'dflash2' or 'dspark', or model_type {MUSE!r}, got {architectures}, {kind!r} and {model_type!r}; "
-        + (advice if kind == "mtp" else "Domino, XPress and other drafters compute otherwise, and are not read")
-    )
+    method = method_of(raw, "DFlash")
+    return (_of_publishers if raw.get("speculators_model_type") is None else _of_speculators)(raw, method)
 
 
 def _of_publishers(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     """The layouts of z-lab, transformers, DeepSpec and SpecForge."""
     is_muse, is_dspark = raw.get("model_type") == MUSE, kind == "dspark"
-    known = {"dflash": FIELDS, "dflash2": DFLASH2_FIELDS, "dspark": DSPARK_FIELDS}[kind]
-    fields = raw if is_muse else joined(raw, raw.get("dflash_config"), "dflash_config", known)
-    # `target_layer_ids` counts layer outputs; `eagle_aux_hidden_state_layer_ids`, which vLLM reads first, counts
-    # inputs.
-    feature_layers = [each + 1 for each in layer_ids(fields, "target_layer_ids", least=-1 if is_dspark else 0)]
+    fields, causal = joined(raw, raw, "dflash_config", OF_METHOD[kind]), raw.get("is_causal")
     check_known(
         ("model_type", raw.get("model_type"), ("qwen3", MUSE)),
-        ("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"), (None, feature_layers)),
-        ("num_aux_hidden_states", raw.get("num_aux_hidden_states"), (None, len(feature_layers))),
+        ("eagle_config", raw.get("eagle_config"), (None,)),
         ("draft_vocab_size", raw.get("draft_vocab_size"), (None, raw.get("vocab_size"))),
-        ("is_causal", raw.get("is_causal"), (None, True, False)),
-        ("projector_type", fields.get("projector_type"), (None, kind)),
+        ("is_causal", causal, (None, True, False)),
+        ("sliding_window_non_causal", raw.get("sliding_window_non_causal"), (None, causal is False)),
         ("sample_from_anchor", raw.get("sample_from_anchor"), (None, is_dspark)),
     )
 
     def sees(kind: str) -> tuple[int | None, int | None]:
-        slides, causal = kind == "sliding_attention", raw.get("is_causal")
-        window = size_of(raw, "sliding_window") if slides else None
+        window = size_of(raw, "sliding_window") if kind == "sliding_attention" else None
         if is_muse or window is None:
             return window, 0 if causal else window
         return window - 1, 0 if causal is not False else window - 1
@@ -124,13 +116,13 @@ def _of_publishers(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
     return _config(
         raw,
         fields,
+        kind,
         sees,
-        feature_layers,
+        [each + 1 for each in layer_ids(fields, "target_layer_ids", least=-1 if is_dspark else 0)],
         # SpecForge's configs may name the weight of the confidence loss instead.
         **(_dspark_heads(fields, bool(fields.get("confidence_head_alpha")), reads_markov=False) if is_dspark else {}),
         **(_dflash2_parts(raw, fields) if kind == "dflash2" else {}),
         first_place=0 if is_dspark else 1,
-        num_target_layers=raw.get("num_target_layers"),
         embedding_scale=number_of(fields, "input_embedding_scale", 1.0),
         output_multiplier=number_of(fields, "output_multiplier", 1.0),
         softcap=number_of(fields, "final_logit_softcapping"),
@@ -138,31 +130,35 @@ def _of_publishers(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
 
 
 def _of_speculators(raw: Mapping[str, Any], kind: str) -> DFlashConfig:
-    layer, is_dspark = raw.get("transformer_layer_config"), kind == "dspark"
-    if not isinstance(layer, Mapping):
-        raise ValueError(f"config: expected an object as transformer_layer_config, got {layer!r}")
-    slides = "sliding_attention" in (layer.get("layer_types") or ())
-    after = None if is_set(raw, "sliding_window_non_causal", default=kind == "dflash2") else 0
+    layer, fields = speculators_parts(raw, SPECULATORS_FIELDS)
+    kinds = field_of(layer, "layer_types", str, is_list=True) or []
+    is_dspark, slides = kind == "dspark", "sliding_attention" in kinds
+    after = None if is_set(fields, "sliding_window_non_causal", default=kind == "dflash2") else 0
     check_known(
+        *((name, fields.get(name), known) for name, known in UNSCALED.items()),
         ("model_type", layer.get("model_type"), ("qwen3", "llama")),
         ("use_sliding_window", layer.get("use_sliding_window"), (None, True) if slides else (None, True, False)),
+        # The library does not read it; z-lab's drafters, which it converts, may have it.
+        ("is_causal", fields.get("is_causal"), (None,) if slides and after == 0 else (None, False)),
     )
-    config = _config(
+    first_place = 0 if is_set(fields, "sample_from_anchor", default=is_dspark) else 1
+    count, most = default_drafts(raw, kind), size_of(fields, "block_size", least=2) - first_place
+    if count is not None and count > most:
+        raise ValueError(f"config: expected speculative_tokens <= {most}, the drafts of a block, got {count}")
+    return _config(
         layer,
-        raw,
+        fields,
+        kind,
         lambda kind: (size_of(layer, "sliding_window"), after) if kind == "sliding_attention" else (None, None),
-        layer_ids(raw, "aux_hidden_state_layer_ids"),
-        **(_dspark_heads(raw, is_enabled=True, reads_markov=True) if is_dspark else {}),
-        **(_dflash2_parts(layer, raw) if kind == "dflash2" else {}),
-        first_place=0 if is_set(raw, "sample_from_anchor", default=is_dspark) else 1,
-        draft_vocab_size=size_of(raw, "draft_vocab_size"),
+        layer_ids(fields, IDS),
+        **(_dspark_heads(fields, is_enabled=True, reads_markov=True) if is_dspark else {}),
+        **(_dflash2_parts(layer, fields) if kind == "dflash2" else {}),
+        first_place=first_place,
+        draft_vocab_size=size_of(fields, "draft_vocab_size"),
+        num_drafts=count,
         window_of_block=True,
         reads_last_norm=False,
     )
-    count, most = default_drafts(raw, kind), config.most_drafts
-    if count is not None and count > most:
-        raise ValueError(f"config: expected speculative_tokens <= {most}, the drafts of a block, got {count}")
-    return replace(config, num_drafts=count)
 
 
 def _dspark_heads(fields: Mapping[str, Any], is_enabled: bool, reads_markov: bool) -> dict[str, Any]:
@@ -202,6 +198,7 @@ def _dflash2_parts(layer: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[
 def _config(
     layer: Mapping[str, Any],
     fields: Mapping[str, Any],
+    kind: str,
     sees: Callable[[str], tuple[int | None, int | None]],
     feature_layers: list[int],
     **others: Any,
@@ -209,14 +206,21 @@ def _config(
     """The config, from the fields of the layers and those of the drafter."""
     # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
     knows_tokens = not others.keys().isdisjoint({"markov_rank", "draft_vocab_size", "selector_rank"})
+    # `target_layer_ids` counts layer outputs, the other two count inputs. vLLM reads EAGLE's name first.
+    outputs = [each - 1 for each in feature_layers]
+    same: dict[str, Any] = {IDS: feature_layers, f"eagle_{IDS}": feature_layers, "target_layer_ids": outputs}
+    same |= {"num_aux_hidden_states": len(feature_layers), "projector_type": kind}
     check_known(
         *((name, fields.get(name), known) for name, known in SUPPORTED.items()),
+        *((name, fields.get(name), (None, 0)) for name in PARTS if name not in OF_METHOD[kind]),
+        *((name, fields.get(name), (None, value)) for name, value in same.items()),
         ("target_hidden_size", fields.get("target_hidden_size"), (None, layer.get("hidden_size"))),
     )
     return DFlashConfig(
         **layer_sizes(layer),
         **others,
-        vocab_size=size_of(layer, "vocab_size") if knows_tokens else layer.get("vocab_size"),
+        vocab_size=size_of(layer, "vocab_size") if knows_tokens else size_if_given(layer, "vocab_size"),
+        num_target_layers=size_if_given(fields, "num_target_layers"),
         normalises_queries=True,
         block_size=size_of(fields, "block_size", least=2),
         mask_token_id=size_of(fields, "mask_token_id", least=0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,14 @@ class PairDraft(PublishedDraft):
     """A source whose network reads pairs: the feature of a token and the embedding of the token after it."""
 
     head: Eagle3Head
+    _network = Eagle3Head
+    _is_parallel: ClassVar[bool] = False
 
     def __init__(self, head: Eagle3Head) -> None:
         super().__init__(head)
+        if (head.mask_hidden is not None) != self._is_parallel:
+            kinds = "an EAGLE-3 head", "a P-EAGLE head, with a mask_token_id"
+            raise ValueError(f"head: expected {kinds[self._is_parallel]}, got {kinds[not self._is_parallel]}")
         self.vocab_size = head.config.vocab_size
         self.default_draft_tokens = head.config.num_drafts
         self._num_caches = len(head.config.windows)

@@ -26,6 +26,7 @@ from .eagle3_head import Eagle3Config, Eagle3Head
 from .layers import (
     NOT_NEEDED,
     SUPPORTED,
+    UNSCALED,
     check_known,
     default_drafts,
     draft_tokens,
@@ -35,26 +36,28 @@ from .layers import (
     layer_kinds,
     layer_sizes,
     rope_frequencies,
+    size_if_given,
     size_of,
+    speculators_parts,
 )
+from .methods import EAGLE, MASK_TOKENS, method_of
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-EAGLE, DEEPSPEC = "LlamaForCausalLMEagle3", "Qwen3Eagle3Model"
-MASK_TOKENS = ("ptd_token_id", "pard_token")
 # The values that `Eagle3Head` supports; None = not given.
 ONLY: dict[str, tuple[Any, ...]] = SUPPORTED | {
+    **UNSCALED,
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), (None, True)),
     **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn"), (None, False)),
     "next_layer_regular": (None, True),
     "parallel_draft_step": (None, 1),
     "parallel_draft_heads_num_layers": (None, 0, 1),
     "is_causal": (None, True),
-    # DeepSpec's name for the feature layers, which vLLM reads last in EAGLE's format.
-    "target_layer_ids": (None,),
+    # DeepSpec's name for the feature layers, which vLLM reads last in EAGLE's format, and DFlash's.
+    **dict.fromkeys(("target_layer_ids", "aux_hidden_state_layer_ids"), (None,)),
 }
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "return_hidden_post_norm")
 FIELDS = {*ONLY, *SWITCHES, LAYER_IDS, "num_aux_hidden_states", "draft_vocab_size", "target_hidden_size"}
-FIELDS |= {"parallel_drafting"}
+FIELDS |= {"parallel_drafting", "num_target_layers", "mask_token_id", *MASK_TOKENS}
 
 
 def read_head(
@@ -68,7 +71,8 @@ def read_head(
     offsets, is_drafted = weights.pop("d2t", None), weights.pop("t2d", None)
     if is_parallel and "mask_hidden" in weights:
         # [1, F * H] in EAGLE's format, [1, 1, F * H] in speculators'.
-        weights["mask_hidden"] = weights["mask_hidden"].reshape(1, 1, -1)
+        mask_hidden = weights["mask_hidden"]
+        weights["mask_hidden"] = mask_hidden.unsqueeze(0) if mask_hidden.dim() == 2 else mask_hidden
     with torch.device("meta"):
         head = Eagle3Head(config, "embed_tokens.weight" in weights)
     head.frequencies = rope_frequencies(config).to(device)
@@ -81,33 +85,23 @@ def read_head(
 def read_config(raw: Mapping[str, Any], is_parallel: bool = False) -> Eagle3Config:
     """The config of an EAGLE-3 head, or if `is_parallel` of a P-EAGLE head, given the content of config.json in any
     format."""
-    kind, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
-    masks = [name for name in MASK_TOKENS if raw.get(name) is not None]
-    expected, other, reader = ("peagle", "eagle3", "Eagle3") if is_parallel else ("eagle3", "peagle", "PEagle")
-    is_eagle = kind is None and EAGLE in architectures
-    if kind == expected:
-        layer, own = _speculators_parts(raw)
-        masks = ["mask_token_id"]
-    elif is_eagle and bool(masks) == is_parallel:
-        layer, own = raw, _eagle_fields(raw)
-    elif kind is None and architectures == [DEEPSPEC] and not is_parallel:
-        layer, own = raw, _deepspec_fields(raw)
+    method = method_of(raw, "PEagle" if is_parallel else "Eagle3")
+    is_eagle, layer = False, raw
+    if raw.get("speculators_model_type") is not None:
+        layer, own = speculators_parts(raw, FIELDS)
     else:
-        known = f"['{EAGLE}'] with {' or '.join(MASK_TOKENS)}" if is_parallel else f"['{EAGLE}'] or ['{DEEPSPEC}']"
-        raise ValueError(
-            f"config: expected architectures {known}, or speculators_model_type {expected!r}, got {architectures}"
-            f"{''.join(f' with {name}' for name in masks)} and {kind!r}"
-            f"{f'; drafts.{reader} reads it' if is_eagle or kind == other else ''}"
-        )
+        is_eagle = EAGLE in raw["architectures"]
+        own = _eagle_fields(raw) if is_eagle else _deepspec_fields(raw)
     feature_layers = None if own.get(LAYER_IDS) is None else tuple(layer_ids(own, LAYER_IDS))
     num_features = 3 if feature_layers is None else len(feature_layers)
     model_type = "llama" if is_eagle else layer.get("model_type", "llama")
     sizes, vocab_size = layer_sizes(layer), size_of(layer, "vocab_size")
-    mask_token_id = size_of(raw, masks[0], least=0) if is_parallel else None
+    masks = [name for name in (*MASK_TOKENS, "mask_token_id") if own.get(name) is not None] or ["mask_token_id"]
+    mask_token_id = size_of(own, masks[0], least=0) if is_parallel else None
     check_known(
         *((name, own.get(name), known) for name, known in ONLY.items()),
         ("parallel_drafting", own.get("parallel_drafting"), (None, is_parallel)),
-        *((name, raw[name], (mask_token_id,)) for name in masks[1:]),
+        *((name, own.get(name), (None, mask_token_id) if is_parallel else (None,)) for name in masks),
         ("model_type", model_type, ("llama", "qwen3")),
         ("num_aux_hidden_states", own.get("num_aux_hidden_states"), (None, num_features)),
     )
@@ -129,37 +123,31 @@ def read_config(raw: Mapping[str, Any], is_parallel: bool = False) -> Eagle3Conf
         # fed back the output before the norm even with True; nothing in a file identifies these heads.
         norm_before_feedback=is_set(own, "norm_output") or is_set(own, "return_hidden_post_norm"),
         mask_token_id=mask_token_id,
-        num_target_layers=own.get("num_target_layers"),
-        num_drafts=default_drafts(own, expected),
+        num_target_layers=size_if_given(own, "num_target_layers"),
+        num_drafts=default_drafts(own, method),
     )
 
 
 def _deepspec_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The head's fields, with layer ids that name layers by their inputs."""
+    inputs = [each + 1 for each in layer_ids(raw, "target_layer_ids")]
     check_known(
         ("eagle_config", raw.get("eagle_config"), (None,)),
         # In a DeepSpec head, layers after the first read the embeddings as well, which ours do not. DeepSpec's
         # evaluation refuses such heads.
         ("num_hidden_layers", raw.get("num_hidden_layers"), (1,)),
         ("model_type", raw.get("model_type"), ("qwen3",)),
+        ("speculators_config", raw.get("speculators_config"), (None,)),
+        (LAYER_IDS, raw.get(LAYER_IDS), (None, inputs)),
     )
-    inputs = [each + 1 for each in layer_ids(raw, "target_layer_ids")]
     # It drafts as many tokens as in training.
     methods = [{"speculative_tokens": raw.get("ttt_length")}]
     return {**raw, LAYER_IDS: inputs, "target_layer_ids": None, "speculators_config": {"proposal_methods": methods}}
 
 
-def _speculators_parts(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The config of the layer, and the head's fields."""
-    layer = raw.get("transformer_layer_config") or {}
-    check_known(("eagle_config", raw.get("eagle_config"), (None,)))
-    own = {name: value for name, value in layer.items() if name in FIELDS}
-    return layer, joined(raw, own, "transformer_layer_config", FIELDS)
-
-
 def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The head's fields, with layer ids that name layers by their inputs."""
-    own = joined({}, raw.get("eagle_config"), "eagle_config", FIELDS)
+    own = joined({}, raw, "eagle_config", FIELDS)
     if LAYER_IDS in own:
         outputs, inputs = own[LAYER_IDS], [each + 1 for each in layer_ids(own, LAYER_IDS, least=-1)]
         if raw.get(LAYER_IDS) not in (None, inputs):
@@ -168,7 +156,7 @@ def _eagle_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
                 f"it, where they are counted by their inputs, expected {inputs}, got {raw[LAYER_IDS]}"
             )
         own[LAYER_IDS] = inputs
-    return joined(raw, own, "eagle_config", FIELDS)
+    return joined(raw, {"eagle_config": own}, "eagle_config", FIELDS)
 
 
 def _own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

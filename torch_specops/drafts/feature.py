@@ -127,8 +127,17 @@ class PublishedDraft(FeatureDraft):
     """A source whose network is published as a separate checkpoint, with layers of `layers.py`."""
 
     _read_head: ClassVar[Callable[..., Any]]
+    _network: ClassVar[type[nn.Module]]
     # The number of its layers, and how many extra slots their caches have after the longest sequence.
     _num_caches, _num_behind = 1, 0
+
+    def __init__(self, head: nn.Module) -> None:
+        if not isinstance(head, self._network):
+            raise TypeError(
+                f"head: expected {self._network.__name__}, got {type(head)}; "
+                f"{type(self).__name__}.from_pretrained(folder_or_id, target) reads a published one"
+            )
+        super().__init__(head)
 
     @classmethod
     def from_pretrained(
@@ -147,17 +156,18 @@ class PublishedDraft(FeatureDraft):
             dtype: of the head; None = the target's.
 
         Raises:
-            TypeError: a target that does not expose its hidden states.
-            ValueError: no such folder; a config with an unknown value, with two values of a field, or of another
-                method; a weight that is missing, unknown, quantised, of another shape, or contradicted by another; a
-                head for another target. The message names it.
+            TypeError: a target that does not expose its hidden states; an argument of another type.
+            ValueError: no such folder; a `dtype` that is not floating-point of 16 to 64 bits; a config with an unknown
+                value, with two values of a field, or of another method; a weight that is missing, unknown, quantised,
+                of another shape, or contradicted by another; a head for another target. The message names it.
         """
         return cls._published(folder_or_id, target, dtype)
 
     @classmethod
     def _published(cls: type[Own], source: Any, target: Any, dtype: torch.dtype | None, **options: Any) -> Own:
         model = feature_model(as_language_model("target", target))
-        draft = cls(cls._read_head(source, model.device, dtype or model.dtype), **options)
+        dtype = model.dtype if dtype is None else dtype
+        draft = cls(cls._read_head(source, model.device, dtype), **options)
         draft.bind(model)
         return draft
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..checks import is_int, is_number
+
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
@@ -21,12 +23,25 @@ ROPE_FIELDS = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_FACTORS
 NOT_NEEDED = ("verifier_norm.weight", "verifier_lm_head.weight")
 # The supported values of fields that change what a head or drafter computes; None = not given.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "logit_scale": (None, 1),
+    **dict.fromkeys(("quantization_config", "quantization", "compression_config"), (None,)),
+    **dict.fromkeys(("attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier"), (None,)),
+    **dict.fromkeys(("attention_chunk_size", "no_rope_layers"), (None,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier"), (None, 1)),
     "is_neox_style": (None, True),
-    **dict.fromkeys(("attention_sink_bias", "use_swa"), (None, False)),
+    **dict.fromkeys(("attention_sink_bias", "use_swa", "rope_interleaved"), (None, False)),
     **dict.fromkeys(("hc_mult", "modality_head_rank", "dspark_draft_topk", "markov_topk"), (None, 0)),
 }
+# The same for fields that only z-lab's and transformers' drafters read.
+UNSCALED: dict[str, tuple[Any, ...]] = {
+    "final_logit_softcapping": (None,),
+    **dict.fromkeys(("output_multiplier", "input_embedding_scale"), (None, 1)),
+}
+# What is read of the layers. speculators' files may have these fields beside `transformer_layer_config` too.
+LAYER_FIELDS = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+LAYER_FIELDS |= {"hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "vocab_size", "num_hidden_layers"}
+LAYER_FIELDS |= {"layer_types", "sliding_window", "use_sliding_window"}
+LAYER_FIELDS |= {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+EXPECTED: dict[Any, tuple[str, str]] = {Mapping: ("an object", "a list of objects"), str: ("a str", "a list of str")}
 
 # Queries [B, G * heads, n, D], keys and values [B, heads, n, D] -> [B, G * heads, n, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -186,16 +201,23 @@ def check_known(*values: tuple[str, Any, tuple[Any, ...]]) -> None:
             raise ValueError(f"config: expected {name} {' or '.join(map(repr, known))}, got {value!r}")
 
 
-def joined(raw: Mapping[str, Any], part: Any, name: str, known: Set[str]) -> dict[str, Any]:
-    """The config with the fields of its part `name` merged in; a part of None is empty. A field that is None is not
-    given.
+def field_of(raw: Mapping[str, Any], name: str, kind: type, is_list: bool = False) -> Any:
+    """A field of this kind, or a list of them; None = not given. Raises ValueError for another kind."""
+    value = raw.get(name)
+    items = value if is_list else [value]
+    if value is not None and not (isinstance(items, list) and all(isinstance(each, kind) for each in items)):
+        raise ValueError(f"config: expected {EXPECTED[kind][is_list]} as {name}, got {value!r}")
+    return value
+
+
+def joined(raw: Mapping[str, Any], parts: Mapping[str, Any], name: str, known: Set[str]) -> dict[str, Any]:
+    """The config with the fields of `parts[name]` merged in. A part or field that is None is not given.
 
     Raises:
         ValueError: a part that is not an object, has unknown fields, or contradicts the config.
     """
-    if not isinstance(part, Mapping | None):
-        raise ValueError(f"config: expected an object as {name}, got {part!r}")
-    given = {key: value for key, value in (part or {}).items() if value is not None}
+    part = field_of(parts, name, Mapping) or {}
+    given = {key: value for key, value in part.items() if value is not None}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"config: {name} has {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     for key, value in given.items():
@@ -204,23 +226,40 @@ def joined(raw: Mapping[str, Any], part: Any, name: str, known: Set[str]) -> dic
     return {**raw, **given}
 
 
+def speculators_parts(raw: Mapping[str, Any], known: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config of the layers and the fields of the drafter, from either place in a config of speculators. The
+    drafter's fields are `known`."""
+    layer = field_of(raw, "transformer_layer_config", Mapping) or {}
+    for name in ("eagle_config", "dflash_config"):
+        check_known((name, raw.get(name), (None,)), (name, layer.get(name), (None,)))
+    beside = {name: raw[name] for name in LAYER_FIELDS & raw.keys()}
+    inside = {name: layer[name] for name in known & layer.keys()}
+    parts = {"the top level": beside, "transformer_layer_config": inside}
+    layer = joined(layer, parts, "the top level", LAYER_FIELDS)
+    return layer, joined(raw, parts, "transformer_layer_config", known)
+
+
 def size_of(raw: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
     value = default if raw.get(name) is None else raw[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_int(value) or value < least:
         raise ValueError(f"config: expected an int >= {least} as {name}, got {value!r}")
     return value
 
 
+def size_if_given(raw: Mapping[str, Any], name: str) -> int | None:
+    return None if raw.get(name) is None else size_of(raw, name)
+
+
 def number_of(raw: Mapping[str, Any], name: str, default: float | None = None) -> Any:
     value = default if raw.get(name) is None else raw[name]
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+    if value is not None and (not is_number(value) or value <= 0):
         raise ValueError(f"config: expected a number > 0 as {name}, got {value!r}")
     return value
 
 
 def layer_ids(raw: Mapping[str, Any], name: str, least: int = 0) -> list[int]:
     ids = raw.get(name)
-    if not (isinstance(ids, list) and ids and all(isinstance(each, int) and each >= least for each in ids)):
+    if not (isinstance(ids, list) and ids and all(is_int(each) and each >= least for each in ids)):
         raise ValueError(f"config: expected a list of layers as {name}, got {ids!r}")
     return ids
 
@@ -234,8 +273,9 @@ def is_set(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 def layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     """ "full_attention" or "sliding_attention" for each layer."""
-    kinds = raw.get("layer_types") or ["full_attention"] * num_layers
-    if raw.get("use_sliding_window") and not raw.get("layer_types"):
+    given = field_of(raw, "layer_types", str, is_list=True)
+    kinds = given or ["full_attention"] * num_layers
+    if raw.get("use_sliding_window") and not given:
         raise ValueError("config: expected layer_types beside use_sliding_window, to say which layers have the window")
     check_known(
         ("layer_types of length", len(kinds), (num_layers,)),
@@ -252,12 +292,18 @@ def layer_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
         ("partial_rotary_factor", rope["partial_rotary_factor"], (None, 1)),
     )
     hidden, num_heads = size_of(raw, "hidden_size"), size_of(raw, "num_attention_heads")
+    num_key_value_heads = size_of(raw, "num_key_value_heads", num_heads)
+    head_dim = size_of(raw, "head_dim", hidden // num_heads)
+    check_known(
+        ("num_attention_heads % num_key_value_heads", num_heads % num_key_value_heads, (0,)),
+        ("head_dim % 2", head_dim % 2, (0,)),
+    )
     return {
         "hidden_size": hidden,
         "intermediate_size": size_of(raw, "intermediate_size"),
         "num_heads": num_heads,
-        "num_key_value_heads": size_of(raw, "num_key_value_heads", num_heads),
-        "head_dim": size_of(raw, "head_dim", hidden // num_heads),
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
         "norm_eps": number_of(raw, "rms_norm_eps", 1e-6),
         "rope_theta": number_of(rope, "rope_theta", 10000.0),
         "rope": rope,
@@ -270,13 +316,14 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary fields of a config: from `rope_scaling`, from `rope_parameters`, or from the top level."""
     rope: dict[str, Any] = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     for part in ("rope_scaling", "rope_parameters"):
-        own = dict(raw.get(part) or {})
+        own = dict(field_of(raw, part, Mapping) or {})
         # The older name of `rope_type`.
         old = own.pop("type", None)
-        kind = own.setdefault("rope_type", old)
+        own.setdefault("rope_type", old)
+        kind = field_of(own, "rope_type", str)
         check_known((f"type in {part}", old, (None, kind)))
         # Accept any field of an unsupported kind, because `rope_frequencies` refuses the kind.
-        rope = joined(rope, own, part, ROPE_FIELDS if kind in (None, *ROPE_FACTORS) else own.keys())
+        rope = joined(rope, {part: own}, part, ROPE_FIELDS if kind in (None, *ROPE_FACTORS) else own.keys())
     kind = rope.setdefault("rope_type", "default")
     for name in ROPE_FACTORS.get(kind, ()):
         if number_of(rope, name) is None:
@@ -286,9 +333,13 @@ def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def default_drafts(raw: Mapping[str, Any], kind: str) -> int | None:
     """The number of drafts of the default method in `speculators_config`; None = not given."""
-    fields = raw.get("speculators_config") or {}
-    methods, name = fields.get("proposal_methods") or [], fields.get("default_proposal_method")
+    known = {"algorithm", "proposal_methods", "default_proposal_method", "verifier"}
+    fields = joined({}, raw, "speculators_config", known)
+    methods = field_of(fields, "proposal_methods", Mapping, is_list=True) or []
+    name = fields.get("default_proposal_method")
     for method in methods:
+        known = {"proposal_type", "speculative_tokens", "accept_tolerance", "verifier_accept_k"}
+        joined({}, {"proposal_methods": method}, "proposal_methods", known)
         check_known(
             # Rules that accept other tokens than the target's.
             ("accept_tolerance", method.get("accept_tolerance"), (None, 0)),
@@ -299,5 +350,7 @@ def default_drafts(raw: Mapping[str, Any], kind: str) -> int | None:
         ("default_proposal_method", name, (None, *(method.get("proposal_type") for method in methods))),
     )
     chosen = [method for method in methods if name in (None, method.get("proposal_type"))]
-    count = chosen[0].get("speculative_tokens") if chosen else None
-    return None if count is None else size_of(chosen[0], "speculative_tokens")
+    counts = {size_if_given(method, "speculative_tokens") for method in chosen} - {None}
+    if len(counts) > 1:
+        raise ValueError(f"config: expected default_proposal_method to choose one speculative_tokens, got {counts}")
+    return counts.pop() if counts else None

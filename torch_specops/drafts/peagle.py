@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..checks import check_bool
 from ..models.base import LanguageModel
 from ..sampling import SamplingTensors
 from .base import Draft
@@ -49,12 +50,11 @@ class PEagle(PairDraft):
         tensor([11])
     """
 
-    _read_head = staticmethod(partial(read_head, is_parallel=True))
+    _read_head, _is_parallel = staticmethod(partial(read_head, is_parallel=True)), True
 
     def __init__(self, head: Eagle3Head, *, sampled: bool = False) -> None:
         super().__init__(head)
-        if head.mask_hidden is None:
-            raise ValueError("head: expected a P-EAGLE head, with a mask_token_id, got an EAGLE-3 head")
+        check_bool("sampled", sampled)
         self.deterministic = not sampled
         self.default_draft_tokens = head.config.num_drafts or 7
 

@@ -38,7 +38,10 @@ class Gemma4AssistantModel(TransformersModel):
 
     def __init__(self, model: PreTrainedModel | nn.Module) -> None:
         if not is_gemma4_assistant(model):
-            raise TypeError(f"model: expected a Gemma 4 assistant of transformers, got {type(model)}")
+            raise TypeError(
+                "model: expected a Gemma 4 assistant of transformers, as AutoModelForCausalLM loads it (5.23 cannot), "
+                f"got {type(model)}"
+            )
         super().__init__(unwrapped(model), check=_reading)
         embedder: Any = self.model.masked_embedding
         if embedder is None:

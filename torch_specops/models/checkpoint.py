@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 
 Network = TypeVar("Network", bound=nn.Module)
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
     """The folder itself, or the folder of a Hugging Face hub repository, downloaded if necessary.
 
     Raises:
+        TypeError: neither a str nor a path.
         ValueError: neither exists, or the download fails.
     """
+    if not isinstance(folder_or_id, str | os.PathLike):
+        raise TypeError(f"folder_or_id: expected a folder or a hub id, got {type(folder_or_id)}")
     folder = Path(folder_or_id)
     if folder.is_dir():
         return folder
@@ -36,15 +40,18 @@ def checkpoint_folder(folder_or_id: str | os.PathLike[str]) -> Path:
         raise ValueError(f"draft: cannot fetch {name!r}: {str(error).strip().splitlines()[0]}") from error
 
 
-def read_json(folder: Path) -> dict[str, Any]:
-    """The content of config.json; a ValueError if it is missing or is not JSON."""
-    path = folder / "config.json"
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The object in this file; a ValueError if it is missing or holds none."""
+    path = folder / name
     if not path.is_file():
-        raise ValueError(f"draft: expected config.json in {folder}, found none")
+        raise ValueError(f"draft: expected {name} in {folder}, found none")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"draft: cannot read {path} as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"draft: expected an object in {path}, got {type(content)}")
+    return content
 
 
 def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
@@ -64,9 +71,12 @@ def open_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
         for name in content.keys():  # noqa: SIM118
             twice = f"{name} is in several files of {folder}"
             weights[name] = partial(_refuse, twice) if name in weights else partial(content.get_tensor, name)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        for name, of in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+    index = "model.safetensors.index.json"
+    if (folder / index).is_file():
+        places = read_json(folder, index).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"draft: expected an object as weight_map in {folder / index}, got {places!r}")
+        for name, of in places.items():
             weights.setdefault(name, partial(_refuse, f"{name} is in {of}, which is not in {folder}"))
     return weights
 
@@ -87,8 +97,14 @@ def filled(
     name contains an entry of `wide`.
 
     Raises:
-        ValueError: a weight that is missing, unknown, of another shape or quantised, by name.
+        TypeError: a dtype of another type.
+        ValueError: another dtype than float64, float32, bfloat16 and float16; a weight that is missing, unknown, of
+            another shape or quantised, by name.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype or None, got {type(dtype)}")
+    if dtype not in FLOATING:
+        raise ValueError(f"dtype: expected float64, float32, bfloat16 or float16, got {dtype}")
     check_floating(weights, source)
     dtypes = {name: torch.float32 if any(part in name for part in wide) else dtype for name in weights}
     own = {name: tensor.to(device, dtypes[name]) for name, tensor in weights.items()}
@@ -101,5 +117,5 @@ def filled(
 
 def check_floating(weights: Mapping[str, Tensor], source: object) -> None:
     for name, tensor in weights.items():
-        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if tensor.dtype not in FLOATING:
             raise ValueError(f"draft: {name} in {source} is {tensor.dtype}: quantised weights are not read")

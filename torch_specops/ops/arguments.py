@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_bounds, check_fraction, check_number, check_tensor, is_int, is_number
+from ..checks import check_bool, check_bounds, check_fraction, check_number, check_tensor, is_int, is_number
 
 if TYPE_CHECKING:
     PerRow = Tensor | float | None
@@ -302,7 +302,6 @@ def check_kinds(args: VerifyArguments | SigmoidArguments | GumbelArguments | Fil
         if name in NUMBERS:
             check_number(name, value)
         elif name in FLAGS:
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: expected a bool, got {type(value)}")
+            check_bool(name, value)
         elif value is not None:
             check_tensor(name, value, plain, KINDS.get(name, "a tensor"))
