@@ -135,10 +135,17 @@ def test_compiled_steps_with_looked_up_drafts(make: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("kind", [HierarchicalDraft, partial(LookupElse, min_match=1)])
-def test_lookups_on_the_host_inside_drafts_of_compiled_steps(kind: Any) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        HierarchicalDraft,
+        lambda model, lookup: LookupElse(model, min_match=1, lookup=lookup),
+        lambda model, lookup: LookupElse(lookup, min_match=1),
+    ],
+)
+def test_lookups_on_the_host_inside_drafts_of_compiled_steps(make: Any) -> None:
     model, lookup = TracedPairs(random_table(VOCAB, seed=5)), SuffixLookup(min_ngram=1, memory=10**5)
-    draft = kind(model, inner=lookup) if kind is HierarchicalDraft else kind(model, lookup=lookup)
+    draft = make(model, lookup)
     greedy = SamplingParams(temperature=0.0)
     eager, compiled = decoders_of_pairs(draft, num_draft_tokens=3, schedule="constant", sampling=greedy)
     texts = [decode(decoder) for decoder in (compiled, eager, compiled)]

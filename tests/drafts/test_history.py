@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import raised
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_specops.drafts import SuffixLookup, history, lookup
 
@@ -193,6 +194,7 @@ def test_what_cannot_be_remembered() -> None:
         ([[1, 2], [1.5]], TypeError, rf"sequences\[1\]: {kind} \[1.5\]"),
         ([torch.ones(2, 3, dtype=torch.int64)], TypeError, rf"sequences\[0\]: {kind} torch.int64 of shape \[2, 3\]"),
         ([torch.ones(2, dtype=torch.bfloat16)], TypeError, rf"sequences\[0\]: {kind} torch.bfloat16 of shape \[2\]"),
+        ([torch.ones(2, dtype=torch.int64, device="meta")], TypeError, rf"sequences\[0\]: {kind} .* on meta"),
         ([[True]], TypeError, rf"sequences\[0\]: {kind} \[True\]"),
         (["text"], TypeError, rf"sequences\[0\]: {kind} 'text'"),
         ([[1, [2]]], TypeError, rf"sequences\[0\]: {kind} \[1, \[2\]\]"),
@@ -202,3 +204,36 @@ def test_what_cannot_be_remembered() -> None:
     assert raised(draft.remember, cases) == []
     with pytest.raises(ValueError, match="memory: expected tokens below 2000000, got 2000000; memory=0 stores nothing"):
         draft.on_finished(torch.tensor([[1, 2_000_000]]), torch.tensor([2]))
+
+
+def test_no_rows() -> None:
+    draft, tokens, lengths = SuffixLookup(), torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    assert draft.propose(tokens, lengths, 2).tokens.shape == (0, 2)
+    draft.on_finished(tokens, lengths)
+    assert draft.num_remembered == 0
+
+
+def test_a_recorded_lookup_in_a_large_memory_is_refused() -> None:
+    draft, lengths = SuffixLookup(memory=9000, min_ngram=1), torch.tensor([2])
+    draft.remember([[1, 2, 3, 4], [7, 8, 9]])
+    with pytest.raises(NotImplementedError, match="memory: expected at most 8192 in a traced lookup, got 9000"):
+        make_fx(lambda tokens: draft.propose(tokens, lengths, 2).tokens)(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.usefixtures("_small_levels")
+def test_after_an_interrupt_all_tokens_are_in_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, right, built = SuffixLookup(memory=1000), history.History._level, 0
+
+    def interrupted(of: history.History, start: int, stop: int) -> object:
+        nonlocal built
+        built += 1
+        if built == 3:
+            raise KeyboardInterrupt
+        return right(of, start, stop)
+
+    monkeypatch.setattr(history.History, "_level", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        draft.remember([list(range(200))])
+    assert 0 < draft.num_remembered == sum(len(level.places) for level in draft._history._levels) < 200
+    draft.remember([[500, 501, 502, 503]])
+    assert draft.propose(torch.tensor([[500, 501, 502]]), torch.tensor([3]), 1).tokens.tolist() == [[503]]

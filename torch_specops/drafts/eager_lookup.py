@@ -99,8 +99,9 @@ def suffix_lookup(
     for row, continuation in zip(rows[agrees].tolist(), following[agrees].tolist(), strict=True):
         continuations[row].append(continuation)
     votes = [_votes(agreeing, num_draft_tokens) for agreeing in continuations]
-    drafts = np.array([tokens for tokens, _ in votes], np.int64)
-    shares = np.array([share for _, share in votes], np.float32)
+    shape = len(votes), num_draft_tokens
+    drafts = np.array([tokens for tokens, _ in votes], np.int64).reshape(shape)
+    shares = np.array([share for _, share in votes], np.float32).reshape(shape)
     # Round as a traced step does, so that both end drafts at the same token.
     numbers = (lengths + np.arange(num_draft_tokens + 1)[:, None]).astype(np.float32)
     probabilities, probability = np.empty_like(shares), np.float32(1)

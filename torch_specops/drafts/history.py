@@ -85,14 +85,17 @@ class History:
         self._levels = [level for level in self._levels if level.stop > begin]
         if self._end + len(tokens) > len(self.tokens):
             begin = self._grow(begin, len(tokens))
-        self._begin, start, self._end = begin, self._end, self._end + len(tokens)
+        self._begin, start, stop = begin, self._end, self._end + len(tokens)
         # No match reaches into the tokens that were removed.
         self.tokens[begin - 1] = -1
-        self.tokens[start : self._end] = tokens
+        self.tokens[start:stop] = tokens
         # The oldest level keeps removed tokens, so it may have only a part of all tokens.
         largest = max(SMALL_LEVEL, min(LARGEST_LEVEL, self._most // 4))
-        for first in range(start, self._end, largest):
-            self._levels.append(self._level(first, min(first + largest, self._end)))
+        for first in range(start, stop, largest):
+            level = self._level(first, min(first + largest, stop))
+            # Only now, so that after an interrupt all tokens of the history are in the index.
+            self._levels.append(level)
+            self._end = level.stop
             while len(self._levels) > 1:
                 older, newer = self._levels[-2:]
                 num_older, num_newer = older.stop - older.start, newer.stop - newer.start

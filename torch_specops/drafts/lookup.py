@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..models.base import placed, settings_of
-from ..ops.tracing import is_eager_cpu, normal_tensors
+from ..models.base import LanguageModel, placed, settings_of
+from ..ops.tracing import is_eager, is_eager_cpu, normal_tensors
 from .base import Draft, DraftSource
 from .eager_lookup import Texts, prompt_lookup, suffix_lookup
 from .history import LARGEST_LEVEL, MOST_TOKENS, NUM_PLACES, NUM_TOKENS, History, Ints, joined
@@ -210,7 +210,11 @@ class SuffixLookup(_Lookup):
     def __getstate__(self) -> dict[str, Any]:
         # Pickle an array, because torch would share the memory of a tensor with the other process, and both would write
         # to it.
-        return super().__getstate__() | {"_tokens": self._history.newest()}
+        return super().__getstate__() | {"_tokens": self._newest()}
+
+    def _newest(self) -> Ints:
+        with self._history.lock:
+            return self._history.newest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -223,7 +227,7 @@ class SuffixLookup(_Lookup):
     @property
     def num_remembered(self) -> int:
         """The number of tokens in the memory."""
-        return int((self._history.newest() >= 0).sum())
+        return int((self._newest() >= 0).sum())
 
     def remember(self, sequences: Iterable[Tensor | Sequence[int]]) -> None:
         """Store finished sequences, such as the answers of an earlier epoch with their prompts, the newest last.
@@ -256,6 +260,10 @@ class SuffixLookup(_Lookup):
         if texts:
             self._append(joined(texts))
 
+    def bind(self, target: LanguageModel) -> None:
+        if self.memory > 0 and target.vocab_size > MOST_TOKENS:
+            raise ValueError(f"memory: expected 0 for a target of more than {MOST_TOKENS} tokens, got {self.memory}")
+
     def forget(self) -> None:
         """Empty the memory."""
         with self._history.lock:
@@ -269,7 +277,7 @@ class SuffixLookup(_Lookup):
             self._memory = self._memory.to(tokens.device)
 
     def on_finished(self, tokens: Tensor, lengths: Tensor) -> None:
-        if self.memory > 0:
+        if self.memory > 0 and len(tokens) > 0:
             rows = zip(tokens.numpy(force=True), lengths.tolist(), strict=True)
             self._append(joined([row[:length] for row, length in rows]))
 
@@ -282,7 +290,7 @@ class SuffixLookup(_Lookup):
     ) -> Draft:
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
-        if self._memory is None and torch.compiler.is_compiling():
+        if self._memory is None and not is_eager(tokens, lengths):
             raise NotImplementedError(f"memory: expected at most {MOST_SCANNED} in a traced lookup, got {self.memory}")
         if self._memory is None or is_eager_cpu(tokens, lengths):
             return self._propose_on_host(tokens, lengths, num_draft_tokens)
@@ -327,11 +335,13 @@ def _text_of(name: str, sequence: Tensor | Sequence[int]) -> Ints:
         text = sequence.numpy(force=True) if isinstance(sequence, Tensor) else np.asarray(sequence)
         text = text if text.size > 0 else text.astype(np.int64)
         is_text = text.ndim == 1 and text.dtype.kind in "iu"
-    except (TypeError, ValueError):
-        # A dtype that numpy does not have, or a list of lists.
+    except (TypeError, ValueError, RuntimeError):
+        # A dtype that numpy does not have, a list of lists, or a tensor without data.
         is_text = False
     if not is_text:
-        got = f"{sequence.dtype} of shape {list(sequence.shape)}" if isinstance(sequence, Tensor) else repr(sequence)
+        got = repr(sequence)
+        if isinstance(sequence, Tensor):
+            got = f"{sequence.dtype} of shape {list(sequence.shape)} on {sequence.device}"
         raise TypeError(f"{name}: expected a 1-D tensor of integers or a list of int, got {got[:80]}")
     if text.size > 0 and not 0 <= text.min() <= text.max() < MOST_TOKENS:
         raise ValueError(f"{name}: expected tokens in [0, {MOST_TOKENS}), got {text.min()} to {text.max()}")

@@ -13,7 +13,7 @@ from .. import checks
 from ..models.base import LanguageModel, Part, static_tensors_of
 from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, proposal_of, readable_lengths
+from .base import Draft, DraftSource, proposal_of, proposes_on_host, readable_lengths
 from .feature import FeatureDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import SampledDraft, as_draft_source
@@ -195,7 +195,8 @@ class LookupElse(SampledDraft):
         if num_unread > 0 and not isinstance(self.other, FeatureDraft):
             self.other.catch_up(tokens, readable_lengths(self.other, tokens, lengths), num_unread)
         count = min(num_draft_tokens, self.num_other_tokens)
-        ask = self._ask_other if self.other.compiles_itself else self._piece(self._ask_other, count)
+        compiles_other = not (self.other.compiles_itself or proposes_on_host(self.other))
+        ask = self._piece(self._ask_other, count) if compiles_other else self._ask_other
         drawn = ask(tokens, lengths, count, sampling, seeds)
         if is_eager and not bool(is_found.any()):
             return drawn

@@ -1,4 +1,4 @@
-"""A test for eager calls on a CPU, and a context for creating tensors that any mode may write."""
+"""Tests for eager calls, and a context for creating tensors that any mode may write."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from torch import Tensor
 from . import private
 
 
-def is_eager_cpu(*tensors: Tensor) -> bool:
-    """True if the call may read the data of these tensors without waiting for a device: they are plain CPU tensors, and
-    the call is not compiled, exported, recorded by `torch.jit.trace`, run on fake tensors or inside `vmap`."""
+def is_eager(*tensors: Tensor) -> bool:
+    """True if the call may read the data of these tensors: they are plain tensors, and the call is not compiled,
+    exported, recorded by `torch.jit.trace`, run on fake tensors or inside `vmap`."""
     if torch.compiler.is_compiling() or private.is_recording() or private.num_modes() > 0:
         return False
-    return all(type(x) is Tensor and x.is_cpu and not private.is_mapped(x) for x in tensors)
+    return all(type(x) is Tensor and not private.is_mapped(x) for x in tensors)
+
+
+def is_eager_cpu(*tensors: Tensor) -> bool:
+    """True if the call may read the data of these tensors without waiting for a device."""
+    return is_eager(*tensors) and all(x.is_cpu for x in tensors)
 
 
 @contextmanager
