@@ -1,0 +1,191 @@
+"""Linear layers, activations and attention whose results for a token depend on that token alone, to the last bit.
+
+On a CPU the kernels of torch add in another order for another number of rows, and the vectorised loops of some
+activations compute what is left over at their end, or at the end of a thread's share, with another exponential. So here
+- a product has one of a few numbers of rows, each of which gave the same bits when it was first used in this process;
+- attention also reads whole blocks of slots by their position in the text: a block that a token does not see changes
+  nothing;
+- an activation gets its numbers in pieces that fill whole vectors and that no two threads share.
+
+Embeddings, norms, softmax, `exp`, `sin` and `cos` need none of this. The functions are compositions of torch ops, so
+gradients work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# The numbers of rows that a product may have. With few rows a CPU's libraries use other routines, which begin at 2, 16
+# or 33 rows and depend on the weight and the number of threads, so a number is used only if it has been compared.
+COUNTS = (4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
+# Up to this many rows get padding; more rows are split.
+MOST_PADDED = 64
+# Numbers of rows are compared with this one, which no routine for few rows takes.
+REFERENCE = 48
+# The same for attention, whose kernel takes at most 32 queries at a time.
+ATTENTION_REFERENCE = 16
+# The kernel of scaled_dot_product_attention reads this many slots at a time.
+BLOCK = 512
+# An activation gets at most PIECE numbers at a time, which torch leaves to one thread, and a multiple of LANES.
+PIECE, LANES = 2**15, 64
+
+# The rows that numbers of rows are compared with, and the product.
+Sample = Callable[[], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+# A kind of product, with the number of threads -> number of rows -> whether it gives the bits of the reference.
+_agreeing: dict[Hashable, dict[int, bool]] = {}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., I], weight [O, I], bias [O] -> [..., O], in float32 or bfloat16.
+
+    Raises:
+        RuntimeError: with this weight, a row's bits depend on the number of rows, whichever are tried.
+    """
+
+    def sample() -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        some = _cancelling(min(weight.shape[0], 512), weight.shape[1], 1)
+        copies = torch.empty_like(weight).copy_(some.repeat(-(-weight.shape[0] // 512), 1)[: weight.shape[0]])
+        zeros = None if bias is None else torch.zeros_like(bias)
+        rows = _cancelling(REFERENCE, weight.shape[1], -1).to(weight.dtype)
+        return rows, lambda given: F.linear(given, copies, zeros)
+
+    rows = x.reshape(-1, x.shape[-1])
+    kind = "linear", weight.shape, weight.stride(), weight.dtype, bias is None
+    output = _in_parts(lambda part: F.linear(part, weight, bias), rows, _sizes(rows.shape[0], kind, sample))
+    return output.view(*x.shape[:-1], weight.shape[0])
+
+
+def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single numbers, such as SiLU, to x of any shape."""
+    flat = x.reshape(-1)
+    pieces, rest = divmod(flat.shape[0], PIECE)
+    sizes = [PIECE] * pieces + [rest + -rest % LANES] * (rest > 0)
+    return _in_parts(function, flat, sizes).view(x.shape)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention, softmax(scale * queries @ keys^T) @ values.
+
+    Args:
+        queries: [B, G * H, n, D] float32 or bfloat16.
+        keys, values: [B, H, W, D] in the same dtype, finite. Query heads g * G to (g + 1) * G - 1 share head g. Slot j
+            holds the token at position j of its text. They are copied unless W is a multiple of BLOCK.
+        mask: [B or 1, 1, n, W] bool, the slots that each query attends to.
+        scale: the factor that scores are multiplied by.
+
+    Returns:
+        [B, n, G * H, D]; 0 for a query that attends to no slot.
+
+    Raises:
+        RuntimeError: with this D, a query's bits depend on the number of queries, whichever are tried.
+    """
+    batch, num_heads, count, size = queries.shape
+    heads = keys.shape[1]
+    group = num_heads // heads
+    if padding := -keys.shape[2] % BLOCK:
+        keys, values = (F.pad(each, (0, 0, 0, padding)) for each in (keys, values))
+        mask = F.pad(mask, (0, padding))
+    # The query heads of a group are further queries of their key head.
+    rows = queries.reshape(batch, heads, group, count, size).transpose(2, 3).flatten(2, 3)
+    sizes = _sizes(group * count, ("attention", size, rows.dtype), lambda: _attention_sample(size, rows.dtype))
+    outputs, first = [], 0
+    for number in sizes:
+        part = rows[:, :, first : first + number]
+        tokens = torch.arange(first, first + part.shape[2], device=rows.device) // group
+        seen, width = mask[:, :, tokens], keys.shape[2]
+        if len(sizes) > 1:
+            # Leave out the blocks after the last slot that these queries of a prompt see.
+            last = max(seen.flatten(0, 2).any(0).nonzero().flatten().tolist(), default=0)
+            width = (last // BLOCK + 1) * BLOCK
+        outputs.append(_attend(part, keys[:, :, :width], values[:, :, :width], seen[..., :width], scale, number))
+        first += number
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return output.view(batch, heads, count, group, -1).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, number: int) -> Tensor:
+    """The attention of queries [B, H, R, D] with a mask [B or 1, 1, R, W], in a call with `number` queries."""
+    batch, heads, count, _ = rows.shape
+    padding = (0, 0, 0, number - count)
+    rows, mask = F.pad(rows, padding), F.pad(mask, padding).expand(batch, -1, -1, -1)
+    if batch * heads == 1:
+        # All threads would share the products of a single head.
+        rows, keys, values, mask = (each.expand(2, -1, -1, -1) for each in (rows, keys, values, mask))
+    output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    return output[:batch, :, :count]
+
+
+def _attention_sample(size: int, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    width, num_seen = 3 * BLOCK, 2 * BLOCK + BLOCK // 3
+    seen = torch.arange(width) < num_seen
+
+    def cache(of_seen: Tensor) -> Tensor:
+        return F.pad(of_seen.to(dtype), (0, 0, 0, width - num_seen)).expand(1, 2, -1, -1)
+
+    keys, values = cache(_cancelling(num_seen, size, 1)), cache(_random(num_seen, size))
+    opposites = cache(_cancelling(size, num_seen, -1).t())
+
+    def product(rows: Tensor) -> Tensor:
+        queries, mask, number = rows.expand(1, 2, -1, -1), seen.expand(1, 1, rows.shape[0], -1), rows.shape[0]
+        # Of these scores only rounding is left, which the scale makes large; then of the sums of values.
+        scores = _attend(queries, keys, values, mask, 1e7, number)
+        sums = _attend(torch.zeros_like(queries), keys, opposites, mask, 1.0, number)
+        return torch.cat([scores, sums], 3)[0, 1]
+
+    return _cancelling(ATTENTION_REFERENCE, size, -1).to(dtype), product
+
+
+def _cancelling(count: int, size: int, sign: int) -> Tensor:
+    """Random rows [count, size]. The products of rows with sign 1 and rows with sign -1 are 0 up to rounding, so that
+    the order of their sums shows, also in bfloat16."""
+    half = _random(count, size // 2)
+    return torch.cat([half, half.new_zeros(count, size % 2), sign * half.flip(1)], 1)
+
+
+def _random(count: int, size: int) -> Tensor:
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(count))
+
+
+def _in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, sizes: list[int]) -> Tensor:
+    """Apply a function to parts of these sizes, the last of which gets padding."""
+    count = rows.shape[0]
+    if sizes in ([], [count]):
+        return function(rows)
+    padding = sum(sizes) - count
+    if padding:
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, padding))
+    outputs = [function(part) for part in rows.split(sizes)]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output[:count] if padding else output
+
+
+def _sizes(count: int, kind: tuple[Hashable, ...], sample: Sample) -> list[int]:
+    """The numbers of rows of successive products, for `count` rows in all and padding after them."""
+    known = _agreeing.setdefault((kind, torch.get_num_threads()), {})
+    sizes = []
+    while count > 0:
+        fitting = [n for n in COUNTS if count <= n <= MOST_PADDED] + [n for n in COUNTS[::-1] if n < count]
+        size = next((n for n in fitting if (known[n] if n in known else _compare(n, known, sample))), None)
+        if size is None:
+            name = " ".join(str(list(each) if isinstance(each, torch.Size) else each) for each in kind)
+            raise RuntimeError(f"invariant: on this machine the bits of a row differ with the number of rows ({name})")
+        sizes.append(size)
+        count -= size
+    return sizes
+
+
+@torch.no_grad()
+def _compare(count: int, known: dict[int, bool], sample: Sample) -> bool:
+    """Whether a product of `count` rows gives each row, wherever it stands, the bits that it has in the reference."""
+    rows, product = sample()
+    expected, copies = product(rows), -(-count // rows.shape[0])
+    known[count] = all(
+        torch.equal(product(given.repeat(copies, 1)[:count]), wanted.repeat(copies, 1)[:count])
+        for given, wanted in ((rows, expected), (rows.flip(0), expected.flip(0)))
+    )
+    return known[count]
