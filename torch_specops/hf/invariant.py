@@ -1,0 +1,172 @@
+"""The same bits: a copy of a model whose logits after a text depend on that text alone, to the last bit.
+
+The modules of the copy that compute otherwise for other numbers of tokens get the functions of `ops/invariant.py`. A
+model is refused unless every other module is known to work token by token, and at first use a few tokens are read in
+pieces and compared with the same tokens read at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
+from transformers.pytorch_utils import Conv1D
+
+from ..ops import invariant
+from .architecture import architecture_key
+from .references import is_foreign
+
+if TYPE_CHECKING:
+    from .models import TransformersModel
+
+# Families whose modules were read, and which the tests compare bit for bit.
+FAMILIES = {
+    *("gemma", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+# Modules without children that compute token by token as they are: these classes and containers, and classes of
+# transformers whose names end like this.
+AS_THEY_ARE = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
+ENDINGS = ("RMSNorm", "RotaryEmbedding", "ScaledWordEmbedding", "LearnedPositionalEmbedding")
+ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()}
+# The check reads successive pieces of this many tokens.
+PIECES = (1, 2, 3, 5, 7)
+
+# Architectures, with numbers of threads, that passed the check.
+_passed: set[Hashable] = set()
+
+
+def refuse_family(model: PreTrainedModel) -> None:
+    """Raise ValueError if the tests do not compare the bits of the model's family."""
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(
+            f"invariant: expected a model of {', '.join(sorted(FAMILIES))}, got {type(model).__name__} "
+            f"({model.config.model_type}), whose bits may depend on what is read with a token"
+        )
+
+
+def refuse_modules(model: PreTrainedModel) -> None:
+    """Raise ValueError, by name, for what may depend on what is read with a token."""
+    refuse_family(model)
+    config = model.config
+    if model.device.type != "cpu":
+        raise ValueError(f"invariant: expected a model on a CPU, got {model.device}")
+    if model.dtype not in DTYPES:
+        raise ValueError(f"invariant: expected a model in float32 or bfloat16, got {model.dtype}")
+    if config._attn_implementation != "sdpa":
+        raise ValueError(f"invariant: expected attention 'sdpa', got {config._attn_implementation!r}")
+    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, field, None) is not None:
+            raise ValueError(f"invariant: expected {field} None, got {getattr(config, field)}")
+    for name, module in model.named_modules():
+        why = _why_not(module)
+        if why is not None:
+            raise ValueError(f"invariant: {name or 'the model'} ({type(module).__name__}) {why}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    kind = type(module)
+    if "forward" in vars(module) or is_foreign(kind):
+        return "has a forward of another package, or one that was set on it, which was not compared"
+    if kind in (nn.Linear, Conv1D):
+        if type(module.weight) is not nn.Parameter or module.weight.dtype not in DTYPES:
+            return "is quantised: expected weights in float32 or bfloat16"
+        return None
+    is_known = kind in AS_THEY_ARE or (kind.__name__.endswith(ENDINGS) and kind.__module__.startswith("transformers."))
+    if is_known or (kind in ACTIVATIONS and not module._parameters):
+        return None
+    if module._modules and not module._parameters:
+        return None
+    return "may depend on what is read with a token"
+
+
+def exchange(copy: nn.Module) -> None:
+    """Exchange the functions of the modules of a model's copy (`ShadowModel`)."""
+    for module in copy.modules():
+        forward = _linear if type(module) is nn.Linear else _conv1d if type(module) is Conv1D else None
+        if forward is None and type(module) in ACTIVATIONS:
+            forward = _activation
+        if forward is not None:
+            vars(module)["forward"] = MethodType(forward, module)
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return invariant.linear(x, module.weight, module.bias)
+
+
+def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
+    return invariant.linear(x, module.weight.t(), module.bias)
+
+
+def _activation(module: nn.Module, x: Tensor) -> Tensor:
+    return invariant.pointwise(partial(type(module).forward, module), x)
+
+
+def refuse_autocast() -> None:
+    if torch.is_autocast_enabled("cpu"):
+        raise ValueError("invariant: expected no torch.autocast, in which products have another dtype")
+
+
+# The copy may be checked in the middle of a call, which computes in inference mode.
+@torch.inference_mode(False)
+@torch.no_grad()
+def check_bits(adapter: TransformersModel) -> None:
+    """Compare tokens that are read in pieces with the same tokens in one forward, at the first use of an architecture
+    and of a number of threads.
+
+    Raises:
+        RuntimeError: bits differ; names the first module whose output does.
+    """
+    key = architecture_key(adapter.model), torch.get_num_threads()
+    if key in _passed:
+        return
+    adapter = type(adapter)(adapter.model, invariant=True, is_checked=True)
+    count = min(sum(PIECES), adapter.max_length or sum(PIECES))
+    tokens = torch.arange(count) * 37 % adapter.vocab_size
+    with _outputs(adapter.prepared) as whole:
+        logits = adapter.prepared(input_ids=tokens.unsqueeze(0), use_cache=False).logits
+    # Two rows, of which a batch of one may know nothing.
+    adapter.start(2, count)
+    adapter.begin_texts(torch.full((2,), count))
+    first = 0
+    for size in PIECES:
+        part = slice(first, min(first + size, count))
+        positions = torch.arange(count)[part].expand(2, -1)
+        with _outputs(adapter.prepared) as pieces:
+            found = adapter.forward(tokens[part].expand(2, -1), positions)
+        for name, output in [*pieces.items(), ("the logits", found)]:
+            expected = whole.get(name, logits)
+            is_of_tokens = expected.shape[1:2] == (count,) and output.shape[1:2] == positions.shape[1:]
+            if is_of_tokens and not torch.equal(output, expected[:, part].expand_as(output)):
+                kind = type(adapter.prepared.get_submodule(name)).__name__ if name in whole else "the model's own code"
+                raise RuntimeError(
+                    f"invariant: {name} ({kind}) of {type(adapter.model).__name__} has other bits in a forward of "
+                    f"{positions.shape[1]} tokens than in one of {count}; decode with invariant=False"
+                )
+        first += size
+    _passed.add(key)
+
+
+@contextmanager
+def _outputs(copy: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Collects the outputs of the modules by name, in the order in which they end."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, Tensor) and output.dim() > 2:
+            found[name] = output
+
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in copy.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
