@@ -131,7 +131,7 @@ def check_bits(adapter: TransformersModel) -> None:
     count = min(sum(PIECES), adapter.max_length or sum(PIECES))
     tokens = torch.arange(count) * 37 % adapter.vocab_size
     with _outputs(adapter.prepared) as whole:
-        logits = adapter.prepared(input_ids=tokens.unsqueeze(0), use_cache=False).logits
+        whole["the result"] = adapter.prepared(input_ids=tokens.unsqueeze(0), use_cache=False).logits
     # Two rows, of which a batch of one may know nothing.
     adapter.start(2, count)
     adapter.begin_texts(torch.full((2,), count))
@@ -140,15 +140,15 @@ def check_bits(adapter: TransformersModel) -> None:
         part = slice(first, min(first + size, count))
         positions = torch.arange(count)[part].expand(2, -1)
         with _outputs(adapter.prepared) as pieces:
-            found = adapter.forward(tokens[part].expand(2, -1), positions)
-        for name, output in [*pieces.items(), ("the logits", found)]:
-            expected = whole.get(name, logits)
-            is_of_tokens = expected.shape[1:2] == (count,) and output.shape[1:2] == positions.shape[1:]
-            if is_of_tokens and not torch.equal(output, expected[:, part].expand_as(output)):
-                kind = type(adapter.prepared.get_submodule(name)).__name__ if name in whole else "the model's own code"
+            pieces["the result"] = adapter.forward(tokens[part].expand(2, -1), positions)
+        for name, output in pieces.items():
+            expected = whole[name][:, part]
+            # Masks have another shape.
+            is_of_tokens = output.shape[1:] == expected.shape[1:] and whole[name].shape[1] == count
+            if is_of_tokens and not torch.equal(output, expected.expand_as(output)):
                 raise RuntimeError(
-                    f"invariant: {name} ({kind}) of {type(adapter.model).__name__} has other bits in a forward of "
-                    f"{positions.shape[1]} tokens than in one of {count}; decode with invariant=False"
+                    f"invariant: of the modules of {type(adapter.model).__name__}, {name} is the first that has other "
+                    f"bits in a forward of {positions.shape[1]} tokens than in one of {count}; expected invariant=False"
                 )
         first += size
     _passed.add(key)
@@ -156,13 +156,16 @@ def check_bits(adapter: TransformersModel) -> None:
 
 @contextmanager
 def _outputs(copy: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Collects the outputs of the modules by name, in the order in which they end."""
+    """Collects the inputs and outputs of the modules by name, in the order in which the modules end. If an input is
+    the first to differ, so does what the module's parent has computed by itself, such as attention."""
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
-        if isinstance(output, Tensor) and output.dim() > 2:
-            found[name] = output
+    def keep(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        label = f"{name} ({type(module).__name__})"
+        outputs = output if isinstance(output, tuple) else (output,)
+        for key, values in ((f"the input of {label}", arguments), (label, outputs)):
+            if values and isinstance(values[0], Tensor) and values[0].dim() > 2:
+                found[key] = values[0]
 
     handles = [module.register_forward_hook(partial(keep, name)) for name, module in copy.named_modules() if name]
     try:
