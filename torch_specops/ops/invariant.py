@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 # The numbers of rows that a product may have. With few rows a CPU's libraries use other routines, which begin at 2, 16
 # or 33 rows and depend on the weight and the number of threads, so a number is used only if it has been compared.
-COUNTS = (4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
-# Up to this many rows get padding; more rows are split.
-MOST_PADDED = 64
+COUNTS = (4, *range(8, 136, 8), 256)
+# Up to this many rows are padded to one of these numbers; more rows are split first.
+MOST_PADDED = 128
 # Numbers of rows are compared with this one, which no routine for few rows takes.
 REFERENCE = 48
 # The same for attention, whose kernel takes at most 32 queries at a time.
@@ -154,14 +154,11 @@ def _random(count: int, size: int) -> Tensor:
 def _in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, sizes: list[int]) -> Tensor:
     """Apply a function to parts of these sizes, the last of which gets padding."""
     count = rows.shape[0]
-    if sizes in ([], [count]):
-        return function(rows)
     padding = sum(sizes) - count
-    if padding:
+    if padding > 0:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, padding))
-    outputs = [function(part) for part in rows.split(sizes)]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output[:count] if padding else output
+    output = function(rows) if len(sizes) <= 1 else torch.cat([function(part) for part in rows.split(sizes)])
+    return output[:count] if padding > 0 else output
 
 
 def _sizes(count: int, kind: tuple[Hashable, ...], sample: Sample) -> list[int]:
@@ -184,8 +181,7 @@ def _compare(count: int, known: dict[int, bool], sample: Sample) -> bool:
     """Whether a product of `count` rows gives each row, wherever it stands, the bits that it has in the reference."""
     rows, product = sample()
     expected, copies = product(rows), -(-count // rows.shape[0])
-    known[count] = all(
-        torch.equal(product(given.repeat(copies, 1)[:count]), wanted.repeat(copies, 1)[:count])
-        for given, wanted in ((rows, expected), (rows.flip(0), expected.flip(0)))
-    )
+    # In reverse, every row stands at another place.
+    given, wanted = (each.flip(0).repeat(copies, 1)[:count] for each in (rows, expected))
+    known[count] = torch.equal(product(given), wanted)
     return known[count]
