@@ -6,6 +6,7 @@
 3, 5 and 7 tokens by batches of 16, beside `invariant_forward` over whole texts of 640 tokens; the same with SmolLM2
 (`--smollm2-tokens`); then texts of the byte-level pair with verify="gumbel", by drafts and batches, beside those
 without a draft, and their log-probabilities beside `invariant_forward`. A difference ends the script with exit code 1.
+What some of these ways change without the option is measured too.
 
 "cost": SmolLM2 and the byte-level pair with and without, in turns. Forwards of K + 1 tokens after contexts of 100 and
 1,500 tokens; and whole calls of 64 new tokens, of SmolLM2 with prompt lookup, of the pair with its draft. Medians of
@@ -50,6 +51,8 @@ OWN: dict[str, dict[str, Any]] = {
 }
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
 Record = dict[str, Any]
+# The new tokens of each prompt, and their log-probabilities.
+Texts = dict[int, tuple[list[int], Tensor]]
 
 
 def family_model(kind: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -99,62 +102,73 @@ def bits_of_families(dtype: torch.dtype, options: Any) -> Iterator[Record]:
         model = family_model(kind, dtype)
         rows = torch.randint(3, VOCAB, (each, LENGTH), generator=torch.Generator().manual_seed(1))
         found = [compare_logits(model, part) for part in rows.split(BATCH)]
-        yield {"what": kind, "tokens": sum(n for n, _ in found), "other_bits": sum(bits for _, bits in found)}
+        yield {
+            "what": kind,
+            "invariant": True,
+            "tokens": sum(n for n, _ in found),
+            "other_bits": sum(bits for _, bits in found),
+        }
     if options.smollm2_tokens > 0:
         model, size = shipped("smollm2", dtype), min(options.smollm2_tokens, LENGTH)
         rows = torch.randint(
             3, 40000, (options.smollm2_tokens // size, size), generator=torch.Generator().manual_seed(1)
         )
         tokens, bits = compare_logits(model, rows)
-        yield {"what": "SmolLM2-135M", "tokens": tokens, "other_bits": bits}
+        yield {"what": "SmolLM2-135M", "invariant": True, "tokens": tokens, "other_bits": bits}
 
 
 def bits_of_texts(dtype: torch.dtype, options: Any) -> Iterator[Record]:
-    """Texts of the byte-level pair, by ways to decode them."""
+    """Texts of the byte-level pair, by ways to decode them; some ways without `invariant` too."""
     target, draft = (shipped(name, dtype) for name in ("target", "draft"))
-    count, new = options.prompts, options.new_tokens
     text = b"".join((files("torch_specops") / "ops" / f"{name}.py").read_bytes() for name in ("api", "uniforms"))
-    prompts = [list(text[97 * i : 97 * i + 3 + 37 * i % 61]) for i in range(count)]
+    prompts = [list(text[97 * i : 97 * i + 3 + 37 * i % 61]) for i in range(options.prompts)]
+    order = list(range(options.prompts))
 
-    def decode(source: AnyDraft, k: int, size: int, order: list[int]) -> dict[int, tuple[list[int], Tensor]]:
+    def decode(invariant: bool, source: AnyDraft, k: int, size: int, order: list[int]) -> Texts:
+        settings: dict[str, Any] = {
+            "num_draft_tokens": k,
+            "sampling": SAMPLING,
+            "compile": False,
+            "invariant": invariant,
+        }
+        decoder = SpeculativeDecoder(target, source, verify="gumbel", **settings)
+        requests = [Request(prompts[i], options.new_tokens, seed=torch.tensor([i])) for i in order]
         found = {}
-        decoder = SpeculativeDecoder(
-            target, source, verify="gumbel", num_draft_tokens=k, sampling=SAMPLING, compile=False, invariant=True
-        )
-        requests = [Request(prompts[i], max_new_tokens=new, seed=torch.tensor([i])) for i in order]
         for each in decoder.generate_many(requests, batch_size=size, logprobs="raw"):
             found[order[each.index]] = each.new_tokens.tolist(), each.logprobs
         return found
 
-    def forward() -> dict[int, tuple[list[int], Tensor]]:
-        found, run = {}, invariant_forward(target)
+    @torch.no_grad()
+    def forward(invariant: bool) -> Texts:
+        found, run = {}, invariant_forward(target) if invariant else target
         for i, (own, _) in base.items():
             ids = torch.tensor([prompts[i] + own])
-            with torch.no_grad():
-                logprobs = raw_logprobs(run(ids).logits[:, :-1], ids[:, 1:])[0]
+            logprobs = raw_logprobs(run(ids).logits[:, :-1], ids[:, 1:])[0]
             found[i] = own, logprobs[len(prompts[i]) - 1 :]
         return found
 
-    order = list(range(count))
-    base = decode(None, 1, 32, order)
-    ways: dict[str, Callable[[], dict[int, tuple[list[int], Tensor]]]] = {
-        "a trainer's forward": forward,
-        "no draft, B = 3": partial(decode, None, 1, 3, order[: count // 8]),
-        **{
-            f"its draft, K = {k}, B = {8 - k}": partial(decode, draft, k, 8 - k, order[::-1][:: k % 3 + 1])
-            for k in (1, 2, 3, 4, 6)
-        },
-        "prompt lookup, B = 8": partial(decode, PromptLookup(), 5, 8, order),
-    }
-    for name, way in ways.items():
-        found = way()
-        pairs = [(found[i], base[i]) for i in found]
-        yield {
-            "what": f"byte-level pair, {name}",
-            "tokens": sum(len(own) for (own, _), _ in pairs),
-            "other_texts": sum(own != other for (own, _), (other, _) in pairs),
-            "other_bits": sum(not torch.equal(bits, others) for (_, bits), (_, others) in pairs),
+    for invariant in (True, False):
+        base = decode(invariant, None, 1, 32, order)
+        ways: dict[str, Callable[[], Texts]] = {
+            "a trainer's forward": partial(forward, invariant),
+            "its draft, K = 4, B = 8": partial(decode, invariant, draft, 4, 8, order),
+            "prompt lookup, B = 8": partial(decode, invariant, PromptLookup(), 5, 8, order),
         }
+        for k in (1, 2, 3, 6) if invariant else ():
+            own = partial(decode, invariant, draft, k, 8 - k, order[::-1][:: k % 3 + 1])
+            ways[f"its draft, K = {k}, B = {8 - k}"] = own
+        for name, way in ways.items():
+            found, others, bits, tokens, largest = way(), 0, 0, 0, 0.0
+            for i, (own, logprobs) in found.items():
+                wanted, expected = base[i]
+                same = next((n for n, pair in enumerate(zip(own, wanted, strict=True)) if pair[0] != pair[1]), len(own))
+                others += same < len(own)
+                # Log-probabilities are compared where the texts so far are the same.
+                tokens += same
+                bits += int((logprobs[:same] != expected[:same]).sum())
+                largest = max([largest, *(logprobs[:same] - expected[:same]).abs().tolist()])
+            counts = {"texts": len(found), "other_texts": others, "other_bits": bits, "largest_difference": largest}
+            yield {"what": f"byte-level pair, {name}", "invariant": invariant, "tokens": tokens} | counts
 
 
 def cost(dtype: torch.dtype, options: Any) -> Iterator[Record]:
@@ -227,19 +241,14 @@ def main(arguments: list[str] | None = None) -> list[Record]:
                 report.add([{"dtype": name} | each])
                 print(", ".join(f"{key} {value}" for key, value in report.records[-1].items()), file=sys.stderr)
     bits = [each for each in report.records if "other_bits" in each]
-    print(
-        table(
-            "dtype | | tokens | other texts | other bits",
-            "{dtype} | {what} | {tokens} | {other_texts} | {other_bits}",
-            bits,
-        )
-    )
+    line = "{dtype} | {what} | {invariant} | {tokens} | {other_texts} | {other_bits} | {largest_difference:.1e}"
+    print(table("dtype | | invariant | tokens | other texts | other bits | largest difference", line, bits))
     costs = [each for each in report.records if "ratio" in each]
     line = (
         "{dtype} | {what} | {batch} | {k} | {context} | {plain_median_ms:.1f} | {invariant_median_ms:.1f} | {ratio:.2f}"
     )
     print(table("dtype | | B | K | context | plain ms | invariant ms | ratio", line, costs))
-    if any(each["other_bits"] or each.get("other_texts") for each in bits):
+    if any(each["other_bits"] or each.get("other_texts") for each in bits if each["invariant"]):
         raise SystemExit("invariant: bits differ")
     return report.records
 

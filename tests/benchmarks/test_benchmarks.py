@@ -181,7 +181,7 @@ def test_invariant() -> None:
     sizes = ["--tokens", "1", "--smollm2-tokens", "0", "--prompts", "8", "--new-tokens", "8", "--models", "bytes"]
     times = ["--batch", "2", "--num-draft-tokens", "0", "2", "--contexts", "20", "--rounds", "2", "--new-tokens-timed", "8"]
     records = bench.main([*sizes, *times, "--threads", str(torch.get_num_threads())])
-    assert sum("other_bits" in each for each in records) == 2 * (len(bench.FAMILIES) + 8)
+    assert sum("other_bits" in each for each in records) == 2 * (len(bench.FAMILIES) + 10)
     assert {each["what"] for each in records if "ratio" in each} == {"bytes: a forward", "bytes: a call"}
     rows = torch.randint(3, bench.VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
     assert bench.compare_logits(bench.family_model("llama", torch.float32), rows, invariant=False)[1] > 100
