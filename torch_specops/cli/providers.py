@@ -58,8 +58,8 @@ def make_providers(
     compile: bool | str = "auto",
     invariant: bool = False,
 ) -> list[Provider]:
-    """`schedule`, `verify`, `compile` and `invariant` are for this package. Without `models.assistance`, assisted generation is left
-    out."""
+    """`schedule`, `verify`, `compile` and `invariant` are for this package. Without `models.assistance`, assisted
+    generation is left out."""
     target = models.target.model
     providers = [_transformers(GENERATE, target, {}, {})]
     fields = models.assistance(num_draft_tokens)

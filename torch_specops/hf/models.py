@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..models.base import FeatureModel, RowState, TreeModel, settings_of
 from ..ops.attention import spans_of, spans_serve
-from ..ops.invariant import BLOCK
+from ..ops.invariant import whole_width
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .architecture import (
@@ -248,7 +248,7 @@ class TransformersModel(FeatureModel, TreeModel):
         if self._features is not None:
             self._features.cache = self._cache
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        capacity = self._in_blocks(capacity)
+        capacity = self._width(capacity)
         for state in self._row_states():
             state.start(batch, capacity, like)
 
@@ -345,7 +345,7 @@ class TransformersModel(FeatureModel, TreeModel):
         members, places = is_read.nonzero(as_tuple=True)
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
         owners = (members if rows is None else rows[members]).unsqueeze(0)
-        slots = torch.arange(self._in_blocks(int(at.amax()) + 1), device=at.device).unsqueeze(0)
+        slots = torch.arange(self._width(int(at.amax()) + 1), device=at.device).unsqueeze(0)
         # Drop columns that are padding in every row. A single row then has no padding, and attention reads it as usual.
         positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
         # Padding queries have an empty mask.
@@ -366,7 +366,7 @@ class TransformersModel(FeatureModel, TreeModel):
         cache = self._require_cache()
         if width is None:
             # Except in eager calls on a CPU, read all slots, because shapes must not change.
-            width = self._in_blocks(int(positions.amax()) + 1) if is_eager_cpu(positions) else cache.capacity
+            width = self._width(int(positions.amax()) + 1) if is_eager_cpu(positions) else cache.capacity
         with cache.writing_at(positions, width, rows):
             if use_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
@@ -377,9 +377,9 @@ class TransformersModel(FeatureModel, TreeModel):
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
             return self._read(tokens, positions, seen, num_logits)
 
-    def _in_blocks(self, num_slots: int) -> int:
-        """Invariant attention reads whole blocks of slots."""
-        return -(-num_slots // BLOCK) * BLOCK if self.invariant else num_slots
+    def _width(self, num_slots: int) -> int:
+        """The number of slots that attention reads if texts have `num_slots` tokens."""
+        return whole_width(num_slots) if self.invariant else num_slots
 
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor

@@ -14,6 +14,7 @@ gradients work.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,13 +29,16 @@ MOST_PADDED = 128
 REFERENCE = 48
 # The same for attention, whose kernel takes at most 32 queries at a time.
 ATTENTION_REFERENCE = 16
-# The kernel of scaled_dot_product_attention reads this many slots at a time.
+# The kernel of scaled_dot_product_attention reads this many slots at a time, or all slots if there are fewer. Then
+# attention reads one of a few numbers of slots, which are compared too.
 BLOCK = 512
+WIDTHS = (64, 128, 256, BLOCK)
 # An activation gets at most PIECE numbers at a time, which torch leaves to one thread, and a multiple of LANES.
 PIECE, LANES = 2**15, 64
+NONE_AGREES = "have other bits with another number of rows, whichever is tried"
 
-# The rows that numbers of rows are compared with, and the product.
-Sample = Callable[[], tuple[Tensor, Callable[[Tensor], Tensor]]]
+# Some rows, their product as it should be, and the product that is to be compared.
+Sample = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 
 # A kind of product, with the number of threads -> number of rows -> whether it gives the bits of the reference.
 _agreeing: dict[Hashable, dict[int, bool]] = {}
@@ -47,16 +51,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: with this weight, a row's bits depend on the number of rows, whichever are tried.
     """
 
-    def sample() -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def sample() -> Sample:
         some = _cancelling(min(weight.shape[0], 512), weight.shape[1], 1)
         copies = torch.empty_like(weight).copy_(some.repeat(-(-weight.shape[0] // 512), 1)[: weight.shape[0]])
         zeros = None if bias is None else torch.zeros_like(bias)
         rows = _cancelling(REFERENCE, weight.shape[1], -1).to(weight.dtype)
-        return rows, lambda given: F.linear(given, copies, zeros)
+        return rows, F.linear(rows, copies, zeros), lambda given: F.linear(given, copies, zeros)
 
     rows = x.reshape(-1, x.shape[-1])
     kind = "linear", weight.shape, weight.stride(), weight.dtype, bias is None
-    output = _in_parts(lambda part: F.linear(part, weight, bias), rows, _sizes(rows.shape[0], kind, sample))
+    sizes = _sizes(rows.shape[0], kind, sample)
+    if sizes is None:
+        raise RuntimeError(f"invariant: on this machine products with {list(weight.shape)} weights {NONE_AGREES}")
+    output = _in_parts(lambda part: F.linear(part, weight, bias), rows, sizes)
     return output.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -74,7 +81,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: f
     Args:
         queries: [B, G * H, n, D] float32 or bfloat16.
         keys, values: [B, H, W, D] in the same dtype, finite. Query heads g * G to (g + 1) * G - 1 share head g. Slot j
-            holds the token at position j of its text. They are copied unless W is a multiple of BLOCK.
+            holds the token at position j of its text. They are copied unless W is a `whole_width`.
         mask: [B or 1, 1, n, W] bool, the slots that each query attends to.
         scale: the factor that scores are multiplied by.
 
@@ -87,18 +94,18 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: f
     batch, num_heads, count, size = queries.shape
     heads = keys.shape[1]
     group = num_heads // heads
-    if padding := -keys.shape[2] % BLOCK:
+    width, sizes = _attention_sizes(group * count, keys.shape[2], size, queries.dtype)
+    if padding := width - keys.shape[2]:
         keys, values = (F.pad(each, (0, 0, 0, padding)) for each in (keys, values))
         mask = F.pad(mask, (0, padding))
     # The query heads of a group are further queries of their key head.
     rows = queries.reshape(batch, heads, group, count, size).transpose(2, 3).flatten(2, 3)
-    sizes = _sizes(group * count, ("attention", size, rows.dtype), lambda: _attention_sample(size, rows.dtype))
     outputs, first = [], 0
     for number in sizes:
         part = rows[:, :, first : first + number]
         tokens = torch.arange(first, first + part.shape[2], device=rows.device) // group
-        seen, width = mask[:, :, tokens], keys.shape[2]
-        if len(sizes) > 1:
+        seen = mask[:, :, tokens]
+        if len(sizes) > 1 and keys.shape[2] > BLOCK:
             # Leave out the blocks after the last slot that these queries of a prompt see.
             last = max(seen.flatten(0, 2).any(0).nonzero().flatten().tolist(), default=0)
             width = (last // BLOCK + 1) * BLOCK
@@ -120,24 +127,43 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     return output[:batch, :, :count]
 
 
-def _attention_sample(size: int, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    width, num_seen = 3 * BLOCK, 2 * BLOCK + BLOCK // 3
-    seen = torch.arange(width) < num_seen
+def whole_width(num_slots: int) -> int:
+    """The smallest number of slots that `attend` reads if a text has `num_slots` tokens."""
+    return next((width for width in WIDTHS if width >= num_slots), -(-num_slots // BLOCK) * BLOCK)
+
+
+def _attention_sizes(count: int, num_slots: int, size: int, dtype: torch.dtype) -> tuple[int, list[int]]:
+    """The number of slots to read, and the numbers of queries of successive calls."""
+    least = whole_width(num_slots)
+    for width in (least, *(each for each in WIDTHS if each > least)):
+        kind = "attention", size, dtype, min(width, 3 * BLOCK)
+        sizes = _sizes(count, kind, partial(_attention_sample, *kind[1:]))
+        if sizes is not None:
+            return width, sizes
+    raise RuntimeError(f"invariant: on this machine attention with heads of {size} {NONE_AGREES}")
+
+
+def _attention_sample(size: int, dtype: torch.dtype, width: int) -> Sample:
+    """Compares with few queries, which read a whole block where `width` is less."""
+    most, num_seen = max(width, BLOCK), width - width // 5
 
     def cache(of_seen: Tensor) -> Tensor:
-        return F.pad(of_seen.to(dtype), (0, 0, 0, width - num_seen)).expand(1, 2, -1, -1)
+        return F.pad(of_seen.to(dtype), (0, 0, 0, most - num_seen)).expand(1, 2, -1, -1)
 
-    keys, values = cache(_cancelling(num_seen, size, 1)), cache(_random(num_seen, size))
+    caches = cache(_cancelling(num_seen, size, 1)), cache(_random(num_seen, size))
     opposites = cache(_cancelling(size, num_seen, -1).t())
 
-    def product(rows: Tensor) -> Tensor:
-        queries, mask, number = rows.expand(1, 2, -1, -1), seen.expand(1, 1, rows.shape[0], -1), rows.shape[0]
+    def product(rows: Tensor, width: int = width) -> Tensor:
+        queries, number = rows.expand(1, 2, -1, -1), rows.shape[0]
+        mask = (torch.arange(width) < num_seen).expand(1, 1, number, -1)
+        keys, values, others = (each[:, :, :width] for each in (*caches, opposites))
         # Of these scores only rounding is left, which the scale makes large; then of the sums of values.
         scores = _attend(queries, keys, values, mask, 1e7, number)
-        sums = _attend(torch.zeros_like(queries), keys, opposites, mask, 1.0, number)
+        sums = _attend(torch.zeros_like(queries), keys, others, mask, 1.0, number)
         return torch.cat([scores, sums], 3)[0, 1]
 
-    return _cancelling(ATTENTION_REFERENCE, size, -1).to(dtype), product
+    rows = _cancelling(ATTENTION_REFERENCE, size, -1).to(dtype)
+    return rows, product(rows, most), product
 
 
 def _cancelling(count: int, size: int, sign: int) -> Tensor:
@@ -161,26 +187,26 @@ def _in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, sizes: list[in
     return output[:count] if padding > 0 else output
 
 
-def _sizes(count: int, kind: tuple[Hashable, ...], sample: Sample) -> list[int]:
-    """The numbers of rows of successive products, for `count` rows in all and padding after them."""
+def _sizes(count: int, kind: Hashable, sample: Callable[[], Sample]) -> list[int] | None:
+    """The numbers of rows of successive products, for `count` rows in all and padding after them; None = no number of
+    rows gives the bits of the sample."""
     known = _agreeing.setdefault((kind, torch.get_num_threads()), {})
     sizes = []
     while count > 0:
         fitting = [n for n in COUNTS if count <= n <= MOST_PADDED] + [n for n in COUNTS[::-1] if n < count]
         size = next((n for n in fitting if (known[n] if n in known else _compare(n, known, sample))), None)
         if size is None:
-            name = " ".join(str(list(each) if isinstance(each, torch.Size) else each) for each in kind)
-            raise RuntimeError(f"invariant: on this machine the bits of a row differ with the number of rows ({name})")
+            return None
         sizes.append(size)
         count -= size
     return sizes
 
 
 @torch.no_grad()
-def _compare(count: int, known: dict[int, bool], sample: Sample) -> bool:
-    """Whether a product of `count` rows gives each row, wherever it stands, the bits that it has in the reference."""
-    rows, product = sample()
-    expected, copies = product(rows), -(-count // rows.shape[0])
+def _compare(count: int, known: dict[int, bool], sample: Callable[[], Sample]) -> bool:
+    """Whether a product of `count` rows gives each row, wherever it stands, the bits that it should have."""
+    rows, expected, product = sample()
+    copies = -(-count // rows.shape[0])
     # In reverse, every row stands at another place.
     given, wanted = (each.flip(0).repeat(copies, 1)[:count] for each in (rows, expected))
     known[count] = torch.equal(product(given), wanted)
