@@ -179,8 +179,9 @@ def test_invariant() -> None:
     """Its comparison finds the bits of plain forwards."""
     bench = script("bench_invariant")
     sizes = ["--tokens", "1", "--smollm2-tokens", "0", "--prompts", "8", "--new-tokens", "8", "--models", "bytes"]
-    times = ["--batch", "2", "--num-draft-tokens", "0", "2", "--contexts", "20", "--rounds", "2", "--new-tokens-timed", "8"]
-    records = bench.main([*sizes, *times, "--threads", str(torch.get_num_threads())])
+    times = ["--batch", "2", "--num-draft-tokens", "0", "2", "--contexts", "20", "--rounds", "2"]
+    threads = str(torch.get_num_threads())
+    records = bench.main([*sizes, *times, "--new-tokens-timed", "8", "--threads", threads])
     assert sum("other_bits" in each for each in records) == 2 * (len(bench.FAMILIES) + 10)
     assert {each["what"] for each in records if "ratio" in each} == {"bytes: a forward", "bytes: a call"}
     rows = torch.randint(3, bench.VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@ any draft, K, schedule, batch, order and way in, and in a trainer's forward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -209,3 +210,13 @@ def test_a_grammar_that_decides() -> None:
         found.append(of_output(decoder(torch.float32, draft).generate(**arguments(ALL), grammar=own)))
     assert are_same(found[1], found[0]) and are_same(found[2], found[0])
     assert found[0][0][0] != expected(torch.float32)[0][0]
+
+
+def test_raw_logprobs() -> None:
+    logits = torch.tensor([[1.0, 2.0, math.nan], [math.inf, 0.0, -math.inf]])
+    tokens = torch.tensor([1, 1])
+    expected = [-math.log1p(math.exp(-1.0)), -torch.finfo(torch.float32).max]
+    torch.testing.assert_close(torch_specops.raw_logprobs(logits, tokens), torch.tensor(expected))
+    for shape in ((3,), (2, 1), ()):
+        with pytest.raises(ValueError, match=r"tokens: expected \[2\], as the logits have rows, got "):
+            torch_specops.raw_logprobs(logits, torch.zeros(shape, dtype=torch.int64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 import torch_specops
 from torch_specops import SpeculativeDecoder, invariant_forward
+from torch_specops.cli.loading import smollm2_directory
 from torch_specops.hf import invariant as exchanges
 from torch_specops.hf import language_model
 from torch_specops.hf.models import TransformersModel
@@ -209,10 +209,10 @@ class Own(nn.Linear):
 
 
 def dynamically_quantised() -> nn.Module:
-    with warnings.catch_warnings(action="ignore"):
-        return torch.ao.quantization.quantize_dynamic(model_of("llama"), {nn.Linear}, dtype=torch.qint8)
+    return torch.ao.quantization.quantize_dynamic(model_of("llama"), {nn.Linear}, dtype=torch.qint8)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantiz")
 def test_who_is_refused() -> None:
     moe = transformers.MixtralConfig(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     hybrid = transformers.Lfm2Config(
@@ -293,6 +293,26 @@ def test_a_model_that_changes() -> None:
     model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight)
     with pytest.raises(ValueError, match=r"target: invariant: lm_head \(Linear\) has a forward"):
         decoder.generate(TOKENS[:, :4], max_new_tokens=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_a_long_text_of_a_real_model(dtype: torch.dtype) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_directory(), dtype=dtype)
+    tokens = torch.randint(3, 40000, (2, 2000), generator=torch.Generator().manual_seed(0))
+    adapter = language_model(model, invariant=True)
+    adapter.start(2, 2000)
+    adapter.begin_texts(torch.full((2,), 2000))
+    start = 2000 - sum(PIECES)
+    adapter.forward(tokens[:, :start], torch.arange(start).expand(2, -1), 1)
+    found = []
+    for size in PIECES:
+        positions = torch.arange(start, start + size).expand(2, -1)
+        found.append(adapter.forward(tokens[:, start : start + size], positions))
+        start += size
+    whole = invariant_forward(model)(tokens[1:]).logits[:, -sum(PIECES) :]
+    assert torch.equal(torch.cat(found, 1)[1:], whole)
 
 
 @torch.no_grad()
