@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import POSITIONS, raised, tiny
+from tiny_models import POSITIONS, raised, tiny, untested
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,6 +89,19 @@ def test_all_logits_are_those_of_one_forward(family: str) -> None:
         assert differing(model, invariant=True) == 0, dtype
     # Control: pieces of a plain model differ.
     assert differing(model_of(family), invariant=False) > 100
+
+
+@pytest.mark.parametrize("prefix", ["Granite", "Olmo2", "Phi3", "SmolLM3", "StableLm", "Starcoder2"])
+@torch.no_grad()
+def test_families_that_the_loop_checks(prefix: str) -> None:
+    fields = WIDE | {"max_position_embeddings": POSITIONS, "vocab_size": 60, "pad_token_id": 0}
+    model = untested(prefix, num_key_value_heads=2, **fields)
+    for weight in model.parameters():
+        # As sharp as a trained model.
+        weight.mul_(6.0 if weight.dim() > 1 else 1.0)
+    assert model.config.model_type in exchanges.FAMILIES
+    for dtype in DTYPES:
+        assert differing(model.to(dtype), invariant=True) == 0, dtype
 
 
 @pytest.fixture

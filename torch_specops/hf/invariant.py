@@ -28,14 +28,28 @@ if TYPE_CHECKING:
 
 # Families whose modules were read, and which the tests compare bit for bit.
 FAMILIES = {
-    *("gemma", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"),
+    *(
+        "gemma",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+    ),
+    *("qwen3", "smollm3", "stablelm", "starcoder2"),
 }
 DTYPES = (torch.float32, torch.bfloat16)
 # Modules without children that compute token by token as they are: these classes and containers, and classes of
 # transformers whose names end like this.
 AS_THEY_ARE = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 ENDINGS = ("RMSNorm", "RotaryEmbedding", "ScaledWordEmbedding", "LearnedPositionalEmbedding")
-ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()}
+ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()} - {nn.Identity}
 # The check reads successive pieces of this many tokens.
 PIECES = (1, 2, 3, 5, 7)
 
@@ -87,16 +101,6 @@ def _why_not(module: nn.Module) -> str | None:
     return "may depend on what is read with a token"
 
 
-def exchange(copy: nn.Module) -> None:
-    """Exchange the functions of the modules of a model's copy (`ShadowModel`)."""
-    for module in copy.modules():
-        forward = _linear if type(module) is nn.Linear else _conv1d if type(module) is Conv1D else None
-        if forward is None and type(module) in ACTIVATIONS:
-            forward = _activation
-        if forward is not None:
-            vars(module)["forward"] = MethodType(forward, module)
-
-
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     return invariant.linear(x, module.weight, module.bias)
 
@@ -107,6 +111,17 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 def _activation(module: nn.Module, x: Tensor) -> Tensor:
     return invariant.pointwise(partial(type(module).forward, module), x)
+
+
+# The class of a module -> its forward in the copy.
+FORWARDS = dict.fromkeys(ACTIVATIONS, _activation) | {nn.Linear: _linear, Conv1D: _conv1d}
+
+
+def exchange(copy: nn.Module) -> None:
+    """Exchange the forwards of modules in a model's copy (`ShadowModel`)."""
+    for module in copy.modules():
+        if (forward := FORWARDS.get(type(module))) is not None:
+            vars(module)["forward"] = MethodType(forward, module)
 
 
 def refuse_autocast() -> None:
