@@ -27,8 +27,9 @@ COUNTS = (4, *range(8, 136, 8), 256)
 MOST_PADDED = 128
 # Numbers of rows are compared with this one, which no routine for few rows takes.
 REFERENCE = 48
-# The same for attention, whose kernel takes at most 32 queries at a time.
-ATTENTION_REFERENCE = 16
+# The same for attention, whose kernel takes 32 queries at a time. From 64 queries on it may pack the keys, depending on
+# the numbers of heads and threads, and so in a way that no comparison shows.
+ATTENTION_COUNTS, ATTENTION_REFERENCE = tuple(count for count in COUNTS if count < 64), 16
 # The kernel of scaled_dot_product_attention reads this many slots at a time, or all slots if there are fewer. Then
 # attention reads one of a few numbers of slots, which are compared too.
 BLOCK = 512
@@ -137,7 +138,7 @@ def _attention_sizes(count: int, num_slots: int, size: int, dtype: torch.dtype) 
     least = whole_width(num_slots)
     for width in (least, *(each for each in WIDTHS if each > least)):
         kind = "attention", size, dtype, min(width, 3 * BLOCK)
-        sizes = _sizes(count, kind, partial(_attention_sample, *kind[1:]))
+        sizes = _sizes(count, kind, partial(_attention_sample, *kind[1:]), ATTENTION_COUNTS)
         if sizes is not None:
             return width, sizes
     raise RuntimeError(f"invariant: on this machine attention with heads of {size} {NONE_AGREES}")
@@ -187,13 +188,15 @@ def _in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, sizes: list[in
     return output[:count] if padding > 0 else output
 
 
-def _sizes(count: int, kind: Hashable, sample: Callable[[], Sample]) -> list[int] | None:
+def _sizes(
+    count: int, kind: Hashable, sample: Callable[[], Sample], counts: tuple[int, ...] = COUNTS
+) -> list[int] | None:
     """The numbers of rows of successive products, for `count` rows in all and padding after them; None = no number of
     rows gives the bits of the sample."""
     known = _agreeing.setdefault((kind, torch.get_num_threads()), {})
     sizes = []
     while count > 0:
-        fitting = [n for n in COUNTS if count <= n <= MOST_PADDED] + [n for n in COUNTS[::-1] if n < count]
+        fitting = [n for n in counts if count <= n <= MOST_PADDED] + [n for n in counts[::-1] if n < count]
         size = next((n for n in fitting if (known[n] if n in known else _compare(n, known, sample))), None)
         if size is None:
             return None
