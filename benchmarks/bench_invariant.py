@@ -18,7 +18,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.resources import files
 from itertools import cycle, product
@@ -179,7 +179,7 @@ def cost(dtype: torch.dtype, options: Any) -> Iterator[Record]:
         call()
         return clock() - start
 
-    def record(ways: dict[bool, Callable[[], object]], rounds: int, **what: Any) -> Record:
+    def record(ways: Mapping[bool, Callable[[], object]], rounds: int, **what: Any) -> Record:
         times = take_turns({way: partial(seconds, call) for way, call in ways.items()}, rounds)
         plain, ours = (statistics.median(times[way]) for way in (False, True))
         own = spread(times[False], "ms", "plain") | spread(times[True], "ms", "invariant")
@@ -189,21 +189,25 @@ def cost(dtype: torch.dtype, options: Any) -> Iterator[Record]:
         model = shipped("target" if name == "bytes" else name, dtype)
         vocab = model.config.vocab_size
         tokens = torch.randint(3, vocab, (batch, 1510), generator=torch.Generator().manual_seed(0))
-        for context, k in product(options.contexts, options.num_draft_tokens):
-            if context + k >= (model.config.max_position_embeddings or 0):
+        most = max(options.num_draft_tokens)
+        for context in options.contexts:
+            if context + most >= model.config.max_position_embeddings:
                 continue
             with torch.inference_mode():
-                ways: dict[bool, Callable[[], object]] = {}
-                for invariant in (False, True):
-                    adapter = language_model(model, invariant=invariant)
-                    adapter.start(batch, context + k + 1)
+                adapters = {invariant: language_model(model, invariant=invariant) for invariant in (False, True)}
+                places = torch.arange(context + most + 1).expand(batch, -1)
+                for adapter in adapters.values():
+                    adapter.start(batch, context + most + 1)
                     adapter.begin_texts(torch.full((batch,), context))
-                    places = torch.arange(context + k + 1).expand(batch, -1)
                     adapter.forward(tokens[:, :context], places[:, :context], 1)
-                    ways[invariant] = partial(
-                        adapter.forward, tokens[:, context : context + k + 1], places[:, context:]
-                    )
-                yield record(ways, options.rounds, what=f"{name}: a forward", batch=batch, k=k, context=context)
+                for k in options.num_draft_tokens:
+                    new = slice(context, context + k + 1)
+                    ways = {
+                        invariant: partial(adapter.forward, tokens[:, new], places[:, new])
+                        for invariant, adapter in adapters.items()
+                    }
+                    what = {"what": f"{name}: a forward", "batch": batch, "k": k, "context": context}
+                    yield record(ways, options.rounds, **what)
         prompts = [row[:64].tolist() for row in tokens]
         for k in options.num_draft_tokens:
             source = None if k == 0 else PromptLookup() if name == "smollm2" else shipped("draft", dtype)

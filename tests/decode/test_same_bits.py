@@ -25,7 +25,7 @@ from torch_specops.hf import custom_generate, language_model
 
 PROMPTS = ([1, 17, 5, 33, 17, 5, 48], [1], [1, 29, 40, 8, 1, 29], [1, 17, 5, 33] * 6, [9, 9])
 SEEDS = [11, -5, 2**62, 11, 3]
-LENGTHS = [30, 22, 9, 24, 17]
+LENGTHS = [20, 15, 9, 16, 12]
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.95},
     {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.2},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from types import MethodType
 from typing import Any
 
@@ -35,8 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # All of its windows are longer than the texts.
     "gemma3 ": WIDE | {"sliding_window": 90},
 }
-PIECES = (1, 2, 3, 5, 7, 1, 8, 2, 1, 16, 30)
-TOKENS = torch.randint(1, 60, (3, sum(PIECES)), generator=torch.Generator().manual_seed(0))
+PIECES = (1, 2, 3, 5, 7, 1, 8, 16, 2)
+LENGTH = 50
+TOKENS = torch.randint(1, 60, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, **fields: Any) -> transformers.PreTrainedModel:
@@ -52,11 +54,13 @@ def in_pieces(adapter: TransformersModel, rows: Tensor) -> Tensor:
     adapter.start(batch, POSITIONS)
     adapter.begin_texts(torch.full((batch,), length))
     # Slots get other tokens first.
-    adapter.forward(rows[:, :40].flip(1), torch.arange(40).expand(batch, -1))
+    adapter.forward(rows[:, :30].flip(1), torch.arange(30).expand(batch, -1))
     ends = torch.arange(batch)
     for row in range(1, batch):
         logits[row, :row] = adapter.forward(rows[row, None, :row], torch.arange(row)[None], rows=torch.tensor([row]))[0]
-    for number, size in enumerate(PIECES):
+    numbered = enumerate(cycle(PIECES))
+    while int(ends.min()) < length:
+        number, size = next(numbered)
         positions = (ends.unsqueeze(1) + torch.arange(size)).clamp(max=length - 1)
         tokens = rows.gather(1, positions)
         if number % 3 == 2:
@@ -68,7 +72,6 @@ def in_pieces(adapter: TransformersModel, rows: Tensor) -> Tensor:
         else:
             logits[torch.arange(batch).unsqueeze(1), positions] = adapter.forward(tokens, positions)
             ends = ends + size
-        ends = ends.clamp(max=length - 1)
     return logits
 
 
@@ -87,8 +90,9 @@ def test_all_logits_are_those_of_one_forward(family: str) -> None:
     for dtype in DTYPES:
         model = model_of(family, dtype)
         assert differing(model, invariant=True) == 0, dtype
-    # Control: pieces of a plain model differ.
-    assert differing(model_of(family), invariant=False) > 100
+    if family == "llama":
+        # Control: pieces of a plain model differ.
+        assert differing(model_of(family), invariant=False) > 100
 
 
 @pytest.mark.parametrize("prefix", ["Granite", "Olmo2", "Phi3", "SmolLM3", "StableLm", "Starcoder2"])
@@ -114,8 +118,7 @@ def two_threads() -> Iterator[None]:
 
 @torch.no_grad()
 def test_two_threads(two_threads: None) -> None:
-    for dtype in DTYPES:
-        assert differing(model_of("llama", dtype), invariant=True) == 0
+    assert differing(model_of("llama", torch.bfloat16), invariant=True) == 0
 
 
 MUTATIONS: dict[str, tuple[str, Callable[..., Tensor], str]] = {
