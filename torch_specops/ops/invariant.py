@@ -103,24 +103,26 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: f
     rows = queries.reshape(batch, heads, group, count, size).transpose(2, 3).flatten(2, 3)
     outputs, first = [], 0
     for number in sizes:
-        part = rows[:, :, first : first + number]
-        tokens = torch.arange(first, first + part.shape[2], device=rows.device) // group
+        # Padding sees what the last token sees.
+        tokens = (torch.arange(first, first + number, device=rows.device) // group).clamp(max=count - 1)
         seen = mask[:, :, tokens]
         if len(sizes) > 1 and keys.shape[2] > BLOCK:
             # Leave out the blocks after the last slot that these queries of a prompt see.
             last = max(seen.flatten(0, 2).any(0).nonzero().flatten().tolist(), default=0)
             width = (last // BLOCK + 1) * BLOCK
-        outputs.append(_attend(part, keys[:, :, :width], values[:, :, :width], seen[..., :width], scale, number))
+        part = rows[:, :, first : first + number], keys[:, :, :width], values[:, :, :width]
+        outputs.append(_attend(*part, seen[..., :width], scale))
         first += number
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
     return output.view(batch, heads, count, group, -1).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, number: int) -> Tensor:
-    """The attention of queries [B, H, R, D] with a mask [B or 1, 1, R, W], in a call with `number` queries."""
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The attention of queries [B, H, R, D] in a call with as many queries as the mask [B or 1, 1, N, W] has rows."""
     batch, heads, count, _ = rows.shape
-    padding = (0, 0, 0, number - count)
-    rows, mask = F.pad(rows, padding), F.pad(mask, padding).expand(batch, -1, -1, -1)
+    if padding := mask.shape[2] - count:
+        rows = F.pad(rows, (0, 0, 0, padding))
+    mask = mask.expand(batch, -1, -1, -1)
     if batch * heads == 1:
         # All threads would share the products of a single head.
         rows, keys, values, mask = (each.expand(2, -1, -1, -1) for each in (rows, keys, values, mask))
@@ -155,12 +157,12 @@ def _attention_sample(size: int, dtype: torch.dtype, width: int) -> Sample:
     opposites = cache(_cancelling(size, num_seen, -1).t())
 
     def product(rows: Tensor, width: int = width) -> Tensor:
-        queries, number = rows.expand(1, 2, -1, -1), rows.shape[0]
-        mask = (torch.arange(width) < num_seen).expand(1, 1, number, -1)
+        queries = rows.expand(1, 2, -1, -1)
+        mask = (torch.arange(width) < num_seen).expand(1, 1, rows.shape[0], -1)
         keys, values, others = (each[:, :, :width] for each in (*caches, opposites))
         # Of these scores only rounding is left, which the scale makes large; then of the sums of values.
-        scores = _attend(queries, keys, values, mask, 1e7, number)
-        sums = _attend(torch.zeros_like(queries), keys, others, mask, 1.0, number)
+        scores = _attend(queries, keys, values, mask, 1e7)
+        sums = _attend(torch.zeros_like(queries), keys, others, mask, 1.0)
         return torch.cat([scores, sums], 3)[0, 1]
 
     rows = _cancelling(ATTENTION_REFERENCE, size, -1).to(dtype)
@@ -194,7 +196,7 @@ def _sizes(
     """The numbers of rows of successive products, for `count` rows in all and padding after them; None = no number of
     rows gives the bits of the sample."""
     known = _agreeing.setdefault((kind, torch.get_num_threads()), {})
-    sizes = []
+    sizes: list[int] = []
     while count > 0:
         fitting = [n for n in counts if count <= n <= MOST_PADDED] + [n for n in counts[::-1] if n < count]
         size = next((n for n in fitting if (known[n] if n in known else _compare(n, known, sample))), None)
