@@ -229,7 +229,7 @@ def dynamically_quantised() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz")
-def test_who_is_refused() -> None:
+def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = transformers.MixtralConfig(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     hybrid = transformers.Lfm2Config(
         vocab_size=60, hidden_size=32, num_hidden_layers=2, layer_types=["conv", "full_attention"]
@@ -292,6 +292,9 @@ def test_who_is_refused() -> None:
         torch_specops.beam.beam_search(
             language_model(llama, invariant=True), TOKENS[:1, :4], num_beams=2, max_new_tokens=4
         )
+    monkeypatch.setattr(transformers.PreTrainedModel, "device", property(lambda model: torch.device("cuda")))
+    with pytest.raises(ValueError, match="invariant: expected a model on a CPU, got cuda"):
+        language_model(llama, invariant=True)
 
 
 def test_a_model_that_changes() -> None:
