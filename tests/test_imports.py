@@ -18,7 +18,7 @@ PACKAGE = Path(torch_specops.__file__).parent
 
 # module or folder of the package -> what else of the package it may import; "__init__" means a public name
 ALLOWED = {
-    "__init__": {"decode", "drafts", "grammars", "ops", "sampling"},
+    "__init__": {"decode", "drafts", "grammars", "models/conversion", "ops", "sampling"},
     "cli": {"__init__", "checks", "decode", "drafts", "hf", "sampling"},
     "hf/__init__": {"decode", "hf", "hf/door"},
     "hf/door": {"checks", "decode", "drafts", "grammars", "hf", "sampling", "schedules"},

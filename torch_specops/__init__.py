@@ -23,9 +23,10 @@ from .decode import (
     generate,
 )
 from .grammars import Grammar
+from .models.conversion import invariant_forward
 from .ops import *  # noqa: F403
 from .ops.uniforms import uniforms
-from .sampling import SamplingParams
+from .sampling import SamplingParams, raw_logprobs
 
 __version__ = "0.3.0"
 __all__ = [
@@ -42,7 +43,9 @@ __all__ = [
     "drafts",
     "generate",
     "grammars",
+    "invariant_forward",
     "ops",
+    "raw_logprobs",
     "uniforms",
 ]
 __all__ += ops.__all__

@@ -193,6 +193,20 @@ def test_replay_of_an_epoch() -> None:
 
 
 @pytest.mark.slow
+def test_invariant() -> None:
+    """Its comparison finds the bits of plain forwards."""
+    bench = script("bench_invariant")
+    sizes = ["--tokens", "1", "--smollm2-tokens", "0", "--prompts", "8", "--new-tokens", "8", "--models", "bytes"]
+    times = ["--batch", "2", "--num-draft-tokens", "0", "2", "--contexts", "20", "--rounds", "2"]
+    threads = str(torch.get_num_threads())
+    records = bench.main([*sizes, *times, "--new-tokens-timed", "8", "--threads", threads])
+    assert sum("other_bits" in each for each in records) == 2 * (len(bench.FAMILIES) + 10)
+    assert {each["what"] for each in records if "ratio" in each} == {"bytes: a forward", "bytes: a call"}
+    rows = torch.randint(3, bench.VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
+    assert bench.compare_logits(bench.family_model("llama", torch.float32), rows, invariant=False)[1] > 100
+
+
+@pytest.mark.slow
 def test_grammar() -> None:
     """With the schema the texts are transformers'; with a grammar of any text, those of none."""
     options = ["--target", "austen-bytes", "--prompts", "1", "--rounds", "1", "--new-tokens", "24"]

@@ -142,13 +142,13 @@ def test_bench_samples_and_does_not_compare(target: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", watched)
     monkeypatch.setattr(providers, "SpeculativeDecoder", recorded)
-    own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "7"]
+    own = ["--verify", "block", "--schedule", "heuristic", "--num-draft-tokens", "7", "--invariant"]
     result = bench(target, "--temperature", "0.8", "--batch-sizes", "1", "--draft", "lookup-else:early-exit:1", *own)
     assert result.exit_code == 0, result.output
     assert "sampled outputs are not compared" in result.stdout
     # Forwards of the target are also those of the draft, so they do not count steps.
     assert len(re.findall(r"^transformers assisted.* -( +-)+ *$", result.stdout, re.MULTILINE)) == 2
-    options = {"num_draft_tokens": 7, "schedule": "heuristic", "compile": False}
+    options = {"num_draft_tokens": 7, "schedule": "heuristic", "compile": False, "invariant": True}
     assert made == [options, options | {"verify": "block"}]
     # As many as `LookupElse` asks of the early exit. Transformers' default is not 5.
     assert numbers[0] == 5 and len(set(numbers)) == 2

@@ -253,7 +253,7 @@ def test_calls_show_the_same_keywords() -> None:
     stream, streamer = keywords(SpeculativeDecoder.stream), {"streamer": (None, "Streamer | None")}
     of_decoder = keywords(SpeculativeDecoder.__init__)
     assert keywords(SpeculativeDecoder.generate) == stream | streamer
-    own = {name: of_decoder[name] for name in ("num_draft_tokens", "schedule", "verify", "compile")}
+    own = {name: of_decoder[name] for name in ("num_draft_tokens", "schedule", "verify", "compile", "invariant")}
     assert keywords(torch_specops.generate) == stream | streamer | own | {"draft": (None, "AnyDraft")}
     of_loop = {"default_sampling", "row_rules", "min_new_tokens"}
     assert {name: of for name, of in keywords(read_prompts).items() if name not in of_loop} == stream

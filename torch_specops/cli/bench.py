@@ -100,6 +100,7 @@ def bench(
         Literal["float32", "bfloat16", "float16"], typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
     ] = "float32",
     compile: options.Compile = None,
+    invariant: options.Invariant = False,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write all measurements, versions and the device to this file."),
@@ -163,8 +164,8 @@ def bench(
         ]
         # Do not use "auto" on a CPU, because it might begin to compile in the middle of a comparison.
         default = "auto" if torch_device.type == "cuda" else False
-        how = schedule, verify, default if compile is None else compile
-        providers = make_providers(models, num_draft_tokens, *how, assisted_tokens)
+        how = schedule, verify, default if compile is None else compile, assisted_tokens, invariant
+        providers = make_providers(models, num_draft_tokens, *how)
         reasons = {way.name: refusal(way) for way in providers if way.name.startswith(ASSISTED)}
         refused = {name: reason for name, reason in reasons.items() if reason}
         providers = [way for way in providers if way.name not in refused]

@@ -82,6 +82,14 @@ Verify = Annotated[
         "the target's distribution.  [default: exact for a draft model, otherwise gumbel]",
     ),
 ]
+Invariant = Annotated[
+    bool,
+    typer.Option(
+        "--invariant",
+        help="This package's outputs have the same bits with any guesses and in any batch. On a CPU, for some models, "
+        "in float32 and bfloat16.",
+    ),
+]
 TopK = Annotated[int, typer.Option(metavar="N", help="Sample from the N most likely tokens only. 0: all.")]
 TopP = Annotated[
     float,

@@ -57,9 +57,10 @@ def make_providers(
     verify: str | None = None,
     compile: bool | str = "auto",
     assisted_tokens: int | None = None,
+    invariant: bool = False,
 ) -> list[Provider]:
-    """`schedule`, `verify` and `compile` are for this package. `assisted_tokens` is K of transformers' assisted
-    generation; None = the same K. Without `models.assistance`, assisted generation is left out."""
+    """`schedule`, `verify`, `compile` and `invariant` are for this package. `assisted_tokens` is K of transformers'
+    assisted generation; None = the same K. Without `models.assistance`, assisted generation is left out."""
     target = models.target.model
     providers = [_transformers(GENERATE, target, {}, {})]
     count = assisted_tokens or num_draft_tokens
@@ -74,7 +75,7 @@ def make_providers(
         providers.append(_transformers(name, target, fields, same_number))
         if not fields.keys() & {"prompt_lookup_num_tokens", "use_mtp"}:
             providers.append(_transformers(f"{ASSISTED}, own K", target, fields, {}))
-    options = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile}
+    options = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile, "invariant": invariant}
     providers.append(_own(PLAIN, target, None, options))
     providers.append(_own(SPECULATIVE, target, models.draft, options | {"verify": verify}))
     return providers

@@ -71,7 +71,10 @@ class Batch:
         started, inputs = time.perf_counter(), prompts.inputs
         self.rows = prompts.rows()
         self.stats = GenerationStats(
-            seeds=prompts.state.seeds.tolist(), compiled=steps.compile_reason, verify=steps.verify.op
+            seeds=prompts.state.seeds.tolist(),
+            compiled=steps.compile_reason,
+            verify=steps.verify.op,
+            invariant=steps.target.invariant,
         )
         self._steps = steps
         self._target = steps.target

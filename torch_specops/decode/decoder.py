@@ -49,6 +49,7 @@ def generate(
     schedule: str | Schedule | None = None,
     verify: str | Verifier | None = None,
     compile: bool | str = "auto",
+    invariant: bool = False,
     streamer: Streamer | None = None,
     attention_mask: AttentionMask = None,
     max_new_tokens: int | Sequence[int] = 128,
@@ -95,6 +96,7 @@ def generate(
         schedule=schedule,
         verify=verify,
         compile=compile,
+        invariant=invariant,
     )
     return decoder.generate(
         input_ids,
@@ -159,12 +161,18 @@ class SpeculativeDecoder:
             K copies of the draft.
         max_length: capacity in tokens per sequence, prompt included; None = as many as each call needs, rounded up if
             steps are compiled.
+        invariant: True = the target's logits after a text are, to the last bit, a function of model, text, machine and
+            number of threads, whatever is drafted and whatever else is read. With verify="gumbel" so are texts and
+            log-probabilities, which `invariant_forward` repeats (docs/same_bits.md). Takes transformers models of some
+            families in float32 or bfloat16 on a CPU; steps are not compiled. A `LanguageModel` must be invariant.
 
     Raises:
         TypeError, ValueError: an argument of a wrong type or out of range, by name; a draft whose vocabulary or device
-            differs from the target's; one `LanguageModel` as target and draft.
+            differs from the target's; one `LanguageModel` as target and draft; with `invariant`, a target in which
+            something may depend on what is read with a token, or `torch.autocast` in a call.
         RuntimeError: from any method, while another thread uses this decoder or one that shares a `LanguageModel` with
-            it (docs/serving.md, "Threads"); or when called from inside a step of such a decoder.
+            it (docs/serving.md, "Threads"); or when called from inside a step of such a decoder. With `invariant`, from
+            the first call, if bits differ in a comparison of a few tokens; names the module.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -188,10 +196,13 @@ class SpeculativeDecoder:
         compile: bool | str = "auto",
         one_graph: bool = False,
         max_length: int | None = None,
+        invariant: bool = False,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown("SpeculativeDecoder", unknown)
-        self.target = as_language_model("target", target)
+        self.target = as_language_model("target", target, invariant=invariant)
+        if self.target.invariant and compile is True:
+            raise ValueError("compile: expected 'auto' or False with an invariant target, got True")
         self.draft = source = as_draft_source(draft)
         self._guard = Guard(self.target, self.draft)
         if self.draft is not None:

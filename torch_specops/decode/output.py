@@ -71,6 +71,7 @@ class GenerationStats:
         verify: how drafts are verified: "exact", "block", "gumbel" or "sigmoid"; empty before the first batch.
         state_bytes: memory of the recurrent states of target and draft (linear attention, Mamba), without keys and
             values; 0 if they have no such layers.
+        invariant: whether the target's logits depend on the text alone, to the last bit.
     """
 
     seeds: list[int]
@@ -87,6 +88,7 @@ class GenerationStats:
     compiled: str = ""
     verify: str = ""
     state_bytes: int = 0
+    invariant: bool = False
 
     def __repr__(self) -> str:
         return shortened(

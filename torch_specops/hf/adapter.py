@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.attention import DTYPES
-from .architecture import Reading, unwrapped, windows
+from .architecture import Reading, architecture_key, unwrapped, windows
 from .encoder_decoder import EncoderDecoderModel
 from .gemma4_assistant import is_gemma4_assistant
 from .hybrid import HybridModel
 from .images import HybridImageModel, ImageTextModel, reads_images
+from .invariant import refuse_family
 from .models import TESTED_FAMILIES, TransformersModel
 from .references import are_same, is_foreign
 from .rereading import OTHER_ROTARY, RereadingModel
@@ -37,7 +38,7 @@ LOWERED = 4
 _passed: dict[Hashable, Reading] = {}
 
 
-def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
+def language_model(model: PreTrainedModel | nn.Module, *, invariant: bool = False) -> TransformersModel:
     """The adapter that reads ragged rows with an unmodified transformers model.
 
     Args:
@@ -50,9 +51,13 @@ def language_model(model: PreTrainedModel | nn.Module) -> TransformersModel:
             language head, or is offloaded or on several devices; its attention implementation takes no mask; a
             `forward` set on one of its modules may run modules in training mode; it is a Gemma 4 assistant, or an
             encoder-decoder model other than Whisper and T5; or the model's family is untested, and the model does not
-            take a cache and masks, or gives other logits with a cache and masks than without.
+            take a cache and masks, or gives other logits with a cache and masks than without; or `invariant` is True,
+            and something in the model may depend on what is read with a token.
     """
     model = unwrapped(model)
+    if invariant:
+        refuse_family(model)
+        return TransformersModel(model, check=_Check(), invariant=True)
     if is_gemma4_assistant(model):
         raise ValueError("model: a Gemma 4 assistant reads its target's keys; expected drafts.Gemma4Assistant(model)")
     if model.config.is_encoder_decoder:
@@ -97,22 +102,14 @@ class _Check:
             self._own = []
             if model.config.model_type in TESTED_FAMILIES:
                 return None
-            if (architecture := _architecture(model)) not in _passed:
+            if (architecture := architecture_key(model)) not in _passed:
                 _passed[architecture] = _check(adapter)
             return _passed[architecture]
-        architecture = _architecture(model)
+        architecture = architecture_key(model)
         if architecture != self._architecture or not are_same(own, self._own):
             self._reading = _check(adapter)
             self._architecture, self._own = architecture, own
         return self._reading
-
-
-def _architecture(model: PreTrainedModel) -> Hashable:
-    """A key that is equal for models whose forwards differ in their weights only: the classes of the modules, the
-    configs, and the types, dtypes and devices of the weights. The key holds no reference to the model."""
-    settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
-    weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
-    return tuple(map(type, model.modules())), settings, weights
 
 
 # The user's code may keep tensors that it gets, so they must be normal tensors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,14 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers model, got {type(model)}")
     return model
+
+
+def architecture_key(model: PreTrainedModel) -> Hashable:
+    """A key that is equal for models whose forwards differ in their weights only: the classes of the modules, the
+    configs, and the types, dtypes and devices of the weights. The key holds no reference to the model."""
+    settings = repr([vars(config) for config in (model.config, model.config.get_text_config(decoder=True))])
+    weights = frozenset((type(weight), weight.dtype, weight.device.type) for weight in model.parameters())
+    return tuple(map(type, model.modules())), settings, weights
 
 
 def check_can_decode(model: PreTrainedModel) -> None:

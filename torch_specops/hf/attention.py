@@ -8,6 +8,7 @@ key head they share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..ops import invariant
 from ..ops.attention import attend, attend_masked
 
-SDPA, GROUPED = "sdpa", "torch_specops_grouped_sdpa"
+SDPA, GROUPED, INVARIANT = "sdpa", "torch_specops_grouped_sdpa", "torch_specops_invariant"
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def grouped_attention(
@@ -46,24 +50,55 @@ def grouped_attention(
         query = query.to(value.dtype)
         return attend(query, key, value, attention_mask.squeeze(1), scale), None
     if query.shape[0] < attention_mask.shape[0]:
-        return _attend_packed(query, key, value, attention_mask, scale), None
+        return _attend_packed(attend_masked, query, key, value, attention_mask, scale), None
     # Every token attends to itself, so a mask over a single slot masks nothing.
     mask = None if attention_mask.shape[3] == 1 else attention_mask
     return attend_masked(query, key, value, mask, scale), None
 
 
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def invariant_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`grouped_attention` with a mask or, for texts from slot 0 on, None, whose results for a token depend on what it
+    sees alone, to the last bit."""
+    for name in ("softcap", "position_bias", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"invariant: expected attention without {name}")
+    count, width = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        attention_mask = torch.ones(1, 1, count, width, dtype=torch.bool, device=query.device).tril(width - count)
+    if attention_mask.dtype != torch.bool:
+        raise TypeError(f"invariant: expected a mask of bool, got {attention_mask.dtype}")
+    scale = scaling or query.shape[3] ** -0.5
+    if query.shape[0] < attention_mask.shape[0]:
+        return _attend_packed(invariant.attend, query, key, value, attention_mask, scale), None
+    # The mask of a token that sees all slots has a single one.
+    mask = attention_mask.expand(-1, -1, -1, width)
+    return invariant.attend(query, key, value, mask, scale), None
+
+
+def _attend_packed(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
     """The attention of packed queries -> [1, N, G * heads, D], without padding."""
     at = mask.any(3).flatten().nonzero().squeeze(1)
     padded = query.new_zeros(mask.shape[0] * mask.shape[2], *query.shape[1::2])
     padded.index_copy_(0, at, query[0].transpose(0, 1))
-    output = attend_masked(padded.unflatten(0, mask.shape[::2]).transpose(1, 2), key, value, mask, scale)
+    output = attention(padded.unflatten(0, mask.shape[::2]).transpose(1, 2), key, value, mask, scale)
     return output.flatten(0, 1).index_select(0, at).unsqueeze(0)
 
 
-# A config selects `grouped_attention` by the name GROUPED. The function takes the same masks as "sdpa".
+# A config selects a function by its name. Both take the same masks as "sdpa".
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
+AttentionInterface.register(INVARIANT, invariant_attention)
+AttentionMaskInterface.register(INVARIANT, sdpa_mask)
 
 
 def use_grouped_attention(config: PreTrainedConfig, use_spans: bool) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..models.base import FeatureModel, RowState, TreeModel, settings_of
 from ..ops.attention import spans_of, spans_serve
+from ..ops.invariant import whole_width
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
 from .architecture import (
@@ -23,8 +24,9 @@ from .architecture import (
     why_not_compiled,
     windows,
 )
-from .attention import use_grouped_attention
+from .attention import INVARIANT, use_grouped_attention
 from .cache import FeatureBuffer, RaggedCache, cache_argument
+from .invariant import check_bits, exchange, refuse_autocast, refuse_modules
 from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
@@ -59,6 +61,8 @@ class TransformersModel(FeatureModel, TreeModel):
         model: a causal language model on one device.
         num_layers: run only this many first layers, then the final norm and the head; None = all layers.
         check: called when a look finds a change, to decide how the model is read; None = like the tested families.
+        invariant: as in `SpeculativeDecoder`.
+        is_checked: True = its bits need no comparison at first use.
 
     Attributes:
         model: the user's model.
@@ -87,8 +91,18 @@ class TransformersModel(FeatureModel, TreeModel):
         *("_prompt_lengths", "_read_lengths", "_rotaries", "_understood"),
     )
 
-    def __init__(self, model: PreTrainedModel, num_layers: int | None = None, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_layers: int | None = None,
+        check: Check | None = None,
+        *,
+        invariant: bool = False,
+        is_checked: bool = False,
+    ) -> None:
         self.model = model
+        self.invariant = invariant
+        self._is_checked = is_checked
         self.eager_because: str | None = None
         self._first_layers = num_layers
         self._check = check
@@ -139,6 +153,8 @@ class TransformersModel(FeatureModel, TreeModel):
             layers = layers_of(self.prepared)
             assert layers._modules is not layers_of(self.model)._modules, "only the copy loses layers"
             del layers[self._first_layers :]
+        if self.invariant:
+            exchange(self.prepared)
         compile_once(self._large_layers)
         if self._features is not None:
             self._features.attach(layers_of(self.prepared), self.prepared.get_decoder(), self.hidden_size)
@@ -165,10 +181,17 @@ class TransformersModel(FeatureModel, TreeModel):
         self._windows = windows(self._config)
         self._sees_all = self.supports_spans and set(self._windows.values()) == {None}
         self._computes_positions = computes_positions(self.model)
-        for config in self._copy.newest.configs:
-            use_grouped_attention(config, self.supports_spans)
-        self._large_layers = large_layers(layers_of(self.prepared)) if self._is_tested_decoder else []
         self._rotaries = [rotary for rotary, _ in growing_rotaries(self.prepared)]
+        if self.invariant:
+            refuse_modules(self.model)
+            if self._rotaries:
+                raise ValueError("invariant: the model's rotary embedding depends on the longest text of a forward")
+        for config in self._copy.newest.configs:
+            if self.invariant:
+                config._attn_implementation = INVARIANT
+            else:
+                use_grouped_attention(config, self.supports_spans)
+        self._large_layers = large_layers(layers_of(self.prepared)) if self._is_tested_decoder else []
         self._obstacle = self._copy.newest.not_followed or why_not_compiled(self.model)
 
     @property
@@ -185,7 +208,7 @@ class TransformersModel(FeatureModel, TreeModel):
 
     @property
     def not_compiled(self) -> str | None:  # type: ignore[override]
-        return self.eager_because or self._obstacle
+        return self.eager_because or ("invariant" if self.invariant else None) or self._obstacle
 
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
@@ -225,6 +248,7 @@ class TransformersModel(FeatureModel, TreeModel):
         if self._features is not None:
             self._features.cache = self._cache
         like = torch.empty(0, dtype=self.dtype, device=self.device)
+        capacity = self._width(capacity)
         for state in self._row_states():
             state.start(batch, capacity, like)
 
@@ -233,6 +257,9 @@ class TransformersModel(FeatureModel, TreeModel):
         return [self._require_cache(), *([] if self._features is None else [self._features])]
 
     def begin_texts(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        if self.invariant and not self._is_checked:
+            refuse_autocast()
+            check_bits(self)
         self._is_looked_at = False
         if rows is None or self._prompt_lengths is None:
             self._prompt_lengths = lengths.new_zeros(self._require_cache().batch)
@@ -303,7 +330,8 @@ class TransformersModel(FeatureModel, TreeModel):
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
         serve = spans_serve(positions, self._require_cache().capacity, self.dtype)
-        return self.read(tokens, positions, self.supports_spans and self.use_spans and serve, num_logits, rows)
+        use_spans = self.supports_spans and self.use_spans and serve and not self.invariant
+        return self.read(tokens, positions, use_spans, num_logits, rows)
 
     @property
     def packs_rows(self) -> bool:  # type: ignore[override]
@@ -317,7 +345,7 @@ class TransformersModel(FeatureModel, TreeModel):
         members, places = is_read.nonzero(as_tuple=True)
         packed, at = (each[members, places].unsqueeze(0) for each in (tokens, positions))
         owners = (members if rows is None else rows[members]).unsqueeze(0)
-        slots = torch.arange(int(at.amax()) + 1, device=at.device).unsqueeze(0)
+        slots = torch.arange(self._width(int(at.amax()) + 1), device=at.device).unsqueeze(0)
         # Drop columns that are padding in every row. A single row then has no padding, and attention reads it as usual.
         positions, is_read = (each[:, : int(places.amax()) + 1] for each in (positions, is_read))
         # Padding queries have an empty mask.
@@ -338,7 +366,7 @@ class TransformersModel(FeatureModel, TreeModel):
         cache = self._require_cache()
         if width is None:
             # Except in eager calls on a CPU, read all slots, because shapes must not change.
-            width = int(positions.amax()) + 1 if is_eager_cpu(positions) else cache.capacity
+            width = self._width(int(positions.amax()) + 1) if is_eager_cpu(positions) else cache.capacity
         with cache.writing_at(positions, width, rows):
             if use_spans:
                 seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
@@ -349,14 +377,20 @@ class TransformersModel(FeatureModel, TreeModel):
                 seen = self._mask(positions, torch.arange(width, device=positions.device).unsqueeze(0))
             return self._read(tokens, positions, seen, num_logits)
 
+    def _width(self, num_slots: int) -> int:
+        """The number of slots that attention reads if texts have `num_slots` tokens."""
+        return whole_width(num_slots) if self.invariant else num_slots
+
     def forward_tree(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, slot_positions: Tensor
     ) -> Tensor:
         """Read nodes of a tree of sequences (`TreeModel`).
 
         Raises:
-            ValueError: a family whose attention was not tested with slots in any order.
+            ValueError: a family whose attention was not tested with slots in any order, or an invariant model.
         """
+        if self.invariant:
+            raise ValueError("invariant: expected False for trees, whose tokens have slots in any order")
         if self._config.model_type not in TESTED_FAMILIES:
             raise ValueError(
                 f"model: trees, which beam search reads, were not tested with {type(self.model).__name__}; "

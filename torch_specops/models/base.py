@@ -107,6 +107,8 @@ class LanguageModel(Part, ABC):
             removed. The first forward of a sequence then begins at its first token and ends within its prompt, and
             prompts of different lengths are read in separate forwards. Without states, a shorter row is read beyond its
             end.
+        invariant: True = the logits after a text are a function of the text, to the last bit: they do not depend on
+            what else is read, in which pieces, or on what the cache held before.
     """
 
     vocab_size: int
@@ -122,6 +124,7 @@ class LanguageModel(Part, ABC):
     reads_inputs: bool = False
     reads_images: bool = False
     keeps_states: bool = False
+    invariant: bool = False
 
     @abstractmethod
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

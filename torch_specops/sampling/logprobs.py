@@ -36,9 +36,7 @@ def log_probabilities(
     if logprobs == "processed":
         target_logits = filtered(target_logits, sampling)
         temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # Treat logits as the ops do: NaN masks a token, and infinity becomes the largest float32.
-    largest = torch.finfo(torch.float32).max
-    z = (target_logits.float() / temperature.view(-1, 1, 1)).nan_to_num(-math.inf, largest, -math.inf)
+    z = _without_nan(target_logits.float() / temperature.view(-1, 1, 1))
     lse = z.logsumexp(2, keepdim=True)
     of_tokens = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
     top_tokens = _most_likely(z, num_top)
@@ -52,6 +50,40 @@ def log_probabilities(
         one_hot = torch.where(is_first, 0.0, -math.inf).to(z.dtype)
         top_values = torch.where(is_greedy.unsqueeze(2), one_hot, top_values)
     return LogProbabilities(of_tokens, top_tokens, top_values)
+
+
+def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities of tokens under the softmax of logits: the bits of `output.logprobs` with
+    `logprobs="raw"`, if the logits have the bits that the loop had.
+
+    `torch.log_softmax` rounds otherwise.
+
+    Args:
+        logits: [..., V] float32, bfloat16 or float16.
+        tokens: [...] int64 in [0, V).
+
+    Returns:
+        [...] float32, with gradients for the logits.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Examples:
+        >>> import torch, torch_specops
+        >>> torch_specops.raw_logprobs(torch.tensor([[0.0, 0.0], [3.0, 3.0]]), torch.tensor([0, 1]))
+        tensor([-0.6931, -0.6931])
+    """
+    if logits.shape[:-1] != tokens.shape or logits.dim() == 0:
+        raise ValueError(
+            f"tokens: expected {list(logits.shape[:-1])}, as the logits have rows, got {list(tokens.shape)}"
+        )
+    z = _without_nan(logits.float())
+    return (z.gather(-1, tokens.unsqueeze(-1)) - z.logsumexp(-1, keepdim=True)).squeeze(-1)
+
+
+def _without_nan(z: Tensor) -> Tensor:
+    """Treat logits as the ops do: NaN masks a token, and infinity becomes the largest float32."""
+    return z.nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
 
 
 def _most_likely(z: Tensor, count: int) -> Tensor:

@@ -46,6 +46,7 @@ def custom_generate(
     token_streamer: Any = None,
     seed: Seed = None,
     compile: bool | str = "auto",
+    invariant: bool = False,
     inputs_tensor: Tensor | None = None,
     tokenizer: Any = None,
     grammar: AnyGrammar = None,
@@ -60,7 +61,7 @@ def custom_generate(
 
     `model.generate(..., custom_generate=torch_specops.hf.custom_generate, assistant_model=...)` returns what
     `model.generate(...)` would: with `do_sample=False` the same tokens, with `do_sample=True` tokens from the same
-    distribution. Users pass the arguments from `draft_model` to `compile`, `grammar`, and the three that contain
+    distribution. Users pass the arguments from `draft_model` to `invariant`, `grammar`, and the three that contain
     "assistant" in their names. transformers passes all others.
 
     Args:
@@ -78,8 +79,8 @@ def custom_generate(
             select a draft as in transformers. With `speculation_type="dflash"`, the draft model must be a DFlash
             drafter of transformers or a `DFlash`. MTP layers and DFlash drafters are loaded once per model. A Gemma 4
             assistant of transformers becomes a `Gemma4Assistant`.
-        num_draft_tokens, schedule, verify, compile: arguments of `SpeculativeDecoder`. The next call of the same model
-            with the same draft and the same values reuses the compiled code. If the first two are None,
+        num_draft_tokens, schedule, verify, compile, invariant: arguments of `SpeculativeDecoder`. The next call of the
+            same model with the same draft and the same values reuses the compiled code. If the first two are None,
             `num_assistant_tokens` and `num_assistant_tokens_schedule` set them. If those are None too, the number
             defaults to the draft's default, and the schedule to "auto" for drafts that are not sampled, else to
             "constant".
@@ -149,7 +150,7 @@ def custom_generate(
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     sampling = read_processors(own_processors, input_ids, mask, generation_config, vocab_size, draft_model)
     choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule}
-    choices |= {"verify": verify, "compile": compile}
+    choices |= {"verify": verify, "compile": compile, "invariant": invariant}
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     cached = _cached_decoder(model, draft_model, eager, choices)
     target: Any = cached.decoder.target
@@ -230,7 +231,7 @@ def _cached_decoder(
         return cached
     shadow = ShadowModel()
     copied_model = shadow.of(model)
-    target = language_model(copied_model)
+    target = language_model(copied_model, invariant=choices["invariant"])
     target.eager_because = not_compiled
     decoder = SpeculativeDecoder(target, copied_model if draft_model is model else draft_model, **choices)
     return _CachedDecoder(made_for, shadow, decoder)

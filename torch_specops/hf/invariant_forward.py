@@ -1,0 +1,46 @@
+"""A trainer's forward with the bits of the loop's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import language_model
+from .invariant import check_bits, refuse_autocast
+
+# Arguments that would place tokens elsewhere than at their slots, or read a cache that holds them elsewhere.
+REFUSED = ("past_key_values", "position_ids", "cache_position", "inputs_embeds", "labels")
+
+
+class InvariantForward:
+    """`torch_specops.invariant_forward`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._adapter = language_model(model, invariant=True)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **arguments: Any) -> Any:
+        refuse_autocast()
+        for name in REFUSED:
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name}: expected None, because a token's place in its text decides its bits")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask: expected [B, P], got {list(attention_mask.shape)}")
+        self._adapter.look()
+        check_bits(self._adapter)
+        arguments["use_cache"] = False
+        if attention_mask is None:
+            return self._adapter.prepared(input_ids=input_ids, **arguments)
+        # Texts begin at slot 0. The places of left padding get the logits of what is then behind the text.
+        is_padding = attention_mask == 0
+        order = is_padding.long().argsort(stable=True)
+        if torch.equal(order, torch.arange(order.shape[1], device=order.device).expand_as(order)):
+            return self._adapter.prepared(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+        if arguments.get("logits_to_keep"):
+            raise ValueError("logits_to_keep: expected 0 with padding on the left")
+        moved = {"input_ids": input_ids.gather(1, order), "attention_mask": attention_mask.gather(1, order)}
+        output = self._adapter.prepared(**moved, **arguments)
+        rows = torch.arange(len(order), device=order.device).unsqueeze(1)
+        output.logits = output.logits[rows, order.argsort(1)]
+        return output
