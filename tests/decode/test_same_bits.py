@@ -3,6 +3,7 @@ any draft, K, schedule, batch, order and way in, and in a trainer's forward."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -114,7 +115,7 @@ def in_many_ways(dtype: torch.dtype) -> Iterator[tuple[str, list[Text]]]:
         ("suffixes", SuffixLookup()),
         ("early exit", EarlyExit(1)),
         ("itself", target(dtype)),
-        ("EAGLE-3", Eagle3(trained_head().to(dtype))),
+        ("EAGLE-3", Eagle3(copy.deepcopy(trained_head()).to(dtype))),
     ):
         yield name, of_output(decoder(dtype, source).generate(**arguments(ALL)))
     # Rows have different numbers of drafts, and are packed.
