@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from marks import slow
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing
 from tiny_loops import EachItsOwn
@@ -181,7 +182,7 @@ def through_transformers(dtype: torch.dtype, draft: Any) -> list[Text]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_no_way_changes_a_bit(dtype: torch.dtype) -> None:
     for way, found in in_many_ways(dtype):
         assert are_same(found, expected(dtype)), way

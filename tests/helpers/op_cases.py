@@ -100,7 +100,7 @@ QUICK_RUNS = [
     (
         "verify_exact",
         FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse,"
-        "mixed_one_hot,mixed_one_hot_lse,mixed_one_hot_filters_lse",
+        "mixed_one_hot_lse,mixed_one_hot_filters_lse",
         32,
         (45,),
     ),

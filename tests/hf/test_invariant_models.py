@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from marks import slow
 from tiny_models import POSITIONS, raised, tiny, untested
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -95,7 +96,7 @@ def test_all_logits_are_those_of_one_forward(family: str) -> None:
         assert differing(model_of(family), invariant=False) > 100
 
 
-@pytest.mark.parametrize("prefix", ["Granite", "Olmo2", "Phi3", "SmolLM3", "StableLm", "Starcoder2"])
+@pytest.mark.parametrize("prefix", ["Granite", "Olmo2", *map(slow, ["Phi3", "SmolLM3", "StableLm", "Starcoder2"])])
 @torch.no_grad()
 def test_families_that_the_loop_checks(prefix: str) -> None:
     fields = WIDE | {"max_position_embeddings": POSITIONS, "vocab_size": 60, "pad_token_id": 0}
