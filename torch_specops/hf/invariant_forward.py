@@ -32,7 +32,7 @@ class InvariantForward:
         arguments["use_cache"] = False
         if attention_mask is None:
             return self._adapter.prepared(input_ids=input_ids, **arguments)
-        # Texts begin at slot 0. The places of left padding get the logits of what is then behind the text.
+        # Move texts to slot 0. The places of left padding get the logits of the padding that is then after the text.
         is_padding = attention_mask == 0
         order = is_padding.long().argsort(stable=True)
         if torch.equal(order, torch.arange(order.shape[1], device=order.device).expand_as(order)):
