@@ -54,7 +54,7 @@ ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.
 # The check reads successive pieces of this many tokens.
 PIECES = (1, 2, 3, 5, 7)
 
-# Architectures, with numbers of threads, that passed the check.
+# Architectures that passed the check, with the code of their modules and torch's settings.
 _passed: set[Hashable] = set()
 
 
@@ -135,12 +135,14 @@ def refuse_autocast() -> None:
 @torch.no_grad()
 def check_bits(adapter: TransformersModel) -> None:
     """Compare tokens that are read in pieces with the same tokens in one forward, at the first use of an architecture
-    and of a number of threads.
+    and of torch's settings.
 
     Raises:
         RuntimeError: bits differ; names the first module whose output does.
     """
-    key = architecture_key(adapter.model), torch.get_num_threads()
+    # Other packages may replace the forward of a class.
+    forwards = tuple(dict.fromkeys(type(module).forward for module in adapter.model.modules()))
+    key = architecture_key(adapter.model), forwards, invariant.settings()
     if key in _passed:
         return
     adapter = type(adapter)(adapter.model, invariant=True, is_checked=True)

@@ -41,8 +41,13 @@ NONE_AGREES = "have other bits with another number of rows, whichever is tried"
 # Some rows, their product as it should be, and the product that is to be compared.
 Sample = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 
-# A kind of product, with the number of threads -> number of rows -> whether it gives the bits of the reference.
+# A kind of product, with torch's settings -> number of rows -> whether it gives the bits of the reference.
 _agreeing: dict[Hashable, dict[int, bool]] = {}
+
+
+def settings() -> tuple[int, str]:
+    """The settings of torch on which the routines for products depend."""
+    return torch.get_num_threads(), torch.get_float32_matmul_precision()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -195,7 +200,7 @@ def _sizes(
 ) -> list[int] | None:
     """The numbers of rows of successive products, for `count` rows in all and padding after them; None = no number of
     rows gives the bits of the sample."""
-    known = _agreeing.setdefault((kind, torch.get_num_threads()), {})
+    known = _agreeing.setdefault((kind, settings()), {})
     sizes: list[int] = []
     while count > 0:
         fitting = [n for n in counts if count <= n <= MOST_PADDED] + [n for n in counts[::-1] if n < count]

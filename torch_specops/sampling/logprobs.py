@@ -37,7 +37,7 @@ def log_probabilities(
         target_logits = filtered(target_logits, sampling)
         temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
     z = _without_nan(target_logits.float() / temperature.view(-1, 1, 1))
-    lse = z.logsumexp(2, keepdim=True)
+    lse = _logsumexp(z)
     of_tokens = (z.gather(2, tokens.clamp(min=0).unsqueeze(2)) - lse).squeeze(2)
     top_tokens = _most_likely(z, num_top)
     top_values = z.gather(2, top_tokens) - lse
@@ -78,7 +78,16 @@ def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
             f"tokens: expected {list(logits.shape[:-1])}, as the logits have rows, got {list(tokens.shape)}"
         )
     z = _without_nan(logits.float())
-    return (z.gather(-1, tokens.unsqueeze(-1)) - z.logsumexp(-1, keepdim=True)).squeeze(-1)
+    return (z.gather(-1, tokens.unsqueeze(-1)) - _logsumexp(z)).squeeze(-1)
+
+
+def _logsumexp(z: Tensor) -> Tensor:
+    """[..., V] -> [..., 1]. The bits of a row do not depend on the other rows."""
+    if z.is_cpu and z.shape[:-1].numel() == 1:
+        # Several threads would share the sum of a single long row, and add in another order.
+        rows = z.reshape(1, -1).expand(2, -1)
+        return rows.logsumexp(1, keepdim=True)[0].view(*z.shape[:-1], 1)
+    return z.logsumexp(-1, keepdim=True)
 
 
 def _without_nan(z: Tensor) -> Tensor:
