@@ -157,8 +157,9 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
     masses = [weights.sum(-1, dtype=torch.float64)]
     if num_drafts > 0:
         rejected = n.clamp(max=num_drafts - 1)
-        # Of one-hot drafts.
-        of_shard, differs = walk.residual(weights, z_p, x[rows, rejected], None), torch.ones_like(masses[0])
+        is_one_hot = args.draft_is_one_hot
+        if draft_logits is None or is_one_hot is not None:
+            of_shard, differs = walk.residual(weights, z_p, x[rows, rejected], None), torch.ones_like(masses[0])
         if draft_logits is not None:
             z_q = scale(draft_logits[rows, rejected], inverse_t)
             q = softmax_row(z_q, q_max[rows, rejected].float(), q_sum[rows, rejected])
@@ -166,11 +167,11 @@ def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:
             # If the logits are equal, p = q and the residual is empty. Compare the logits, because by rounding (also of
             # a given draft_lse) the difference may not be 0.
             rows_differ = (z_p != z_q).any(-1).double()
-            if args.draft_is_one_hot is None:
+            if is_one_hot is None:
                 of_shard, differs = of_rows, rows_differ
             else:
-                of_shard = torch.where(args.draft_is_one_hot.unsqueeze(-1), of_shard, of_rows)
-                differs = torch.where(args.draft_is_one_hot, differs, rows_differ)
+                of_shard = torch.where(is_one_hot.unsqueeze(-1), of_shard, of_rows)
+                differs = torch.where(is_one_hot, differs, rows_differ)
         masses += [of_shard.sum(-1, dtype=torch.float64), differs]
     # 2. Exchange three numbers of each shard for row n of each sequence: the sums of p and of the residual over its
     # columns, and whether the logits of target and draft differ there.

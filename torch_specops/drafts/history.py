@@ -78,6 +78,10 @@ class History:
         """A copy of all tokens."""
         return self.tokens[self._begin : self._end].copy()
 
+    def count(self) -> int:
+        """The number of tokens without the -1 after each text."""
+        return int(np.count_nonzero(self.tokens[self._begin : self._end] >= 0))
+
     def append(self, tokens: Ints) -> None:
         """Add whole texts, each followed by a -1, and remove the oldest tokens."""
         tokens = tokens[max(len(tokens) - self._most, 0) :]

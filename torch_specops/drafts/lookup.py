@@ -210,11 +210,9 @@ class SuffixLookup(_Lookup):
     def __getstate__(self) -> dict[str, Any]:
         # Pickle an array, because torch would share the memory of a tensor with the other process, and both would write
         # to it.
-        return super().__getstate__() | {"_tokens": self._newest()}
-
-    def _newest(self) -> Ints:
         with self._history.lock:
-            return self._history.newest()
+            tokens = self._history.newest()
+        return super().__getstate__() | {"_tokens": tokens}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -227,7 +225,8 @@ class SuffixLookup(_Lookup):
     @property
     def num_remembered(self) -> int:
         """The number of tokens in the memory."""
-        return int((self._newest() >= 0).sum())
+        with self._history.lock:
+            return self._history.count()
 
     def remember(self, sequences: Iterable[Tensor | Sequence[int]]) -> None:
         """Store finished sequences, such as the answers of an earlier epoch with their prompts, the newest last.

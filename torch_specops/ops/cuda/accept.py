@@ -45,7 +45,6 @@ def shared_values(
         "draft_tokens_ptr": launch.contiguous(args.draft_tokens),
         "accept_uniforms_ptr": launch.contiguous(args.accept_uniforms),
         "sample_uniforms_ptr": launch.contiguous(args.sample_uniforms),
-        "one_hot_ptr": launch.contiguous(args.draft_is_one_hot) if isinstance(args, VerifyArguments) else None,
         "temperature_ptr": launch.contiguous(args.temperature),
         "partial_ptr": torch.empty(batch, rows_per_sequence, num_tiles, 2, dtype=torch.float32, device=device),
         "num_accepted_ptr": torch.empty(batch, dtype=torch.int64, device=device),

@@ -111,6 +111,7 @@ def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
         bounds = filter_bounds(target, args.filters, filtered_draft, args.draft_is_one_hot, tile=tile)
     return shared_values(args, tile, num_tiles, rows) | {
         "draft_lse_ptr": launch.contiguous(args.draft_lse),
+        "one_hot_ptr": launch.contiguous(args.draft_is_one_hot),
         "bounds_ptr": bounds,
         "draft_bounds_ptr": None if filtered_draft is None else bounds,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
