@@ -142,4 +142,4 @@ def test_readme_speeds_are_in_result_files() -> None:
     pictures = runpy.run_path(str(ROOT / "docs" / "site" / "pictures.py"))
     assert pictures["speed_table"](pictures["speeds"]()) in README
     assert pictures["compiled_text"]() in " ".join(README.split())
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 125
