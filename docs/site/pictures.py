@@ -142,23 +142,21 @@ def record_text() -> list[list[str]]:
     folder = smollm2_directory()
     tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     decoder = SpeculativeDecoder(target, Recorded(), num_draft_tokens=10, schedule="constant", compile=False)
-    tokens, pieces = [], []
+    tokens: list[int] = []
+    pieces: list[list[str]] = []
+
+    def add(kind: str, token: int) -> None:
+        before = tokenizer.decode(tokens, skip_special_tokens=True)
+        pieces.append([kind, tokenizer.decode([*tokens, token], skip_special_tokens=True)[len(before) :]])
+
     steps = decoder.stream(encode(tokenizer, PROMPT), max_new_tokens=256, sampling=SamplingParams(temperature=0.0))
     for index, step in enumerate(steps):
-        count, drafts = step.num_accepted[0], proposed[index]
-        new = [("accepted" if place < count else "own", token) for place, token in enumerate(step.tokens[0])]
-        if count < step.num_proposed[0]:
-            refused = tokenizer.decode([*tokens, *drafts[: count + 1]])[
-                len(tokenizer.decode([*tokens, *drafts[:count]])) :
-            ]
-            new.insert(count, ("rejected", refused))
-        for kind, token in new:
-            if isinstance(token, str):
-                pieces.append([kind, token])
-                continue
-            before = tokenizer.decode(tokens, skip_special_tokens=True)
+        count = step.num_accepted[0]
+        for place, token in enumerate(step.tokens[0]):
+            if place == count < step.num_proposed[0]:
+                add("rejected", proposed[index][count])
+            add("accepted" if place < count else "own", token)
             tokens.append(token)
-            pieces.append([kind, tokenizer.decode(tokens, skip_special_tokens=True)[len(before) :]])
             # The end of the code.
             if tokenizer.decode(tokens).count("```") == 2:
                 return pieces
