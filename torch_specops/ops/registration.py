@@ -46,10 +46,11 @@ def register_op(
             # raise an error that names it.
             if args[0] is None or args[0].device.type != "cuda":
                 return body(*args)
-            # Set the device, because Triton launches on the current device. Launch directly, which takes a tenth of the
-            # time of a launch through `wrap_triton`.
-            with torch.cuda.device(args[0].device), private.launching_directly():
-                return body(*args)
+            from .cuda import plans
+
+            # Set the device, because Triton launches on the current device.
+            with torch.cuda.device(args[0].device):
+                return plans.call(body, args)
 
         def call(*args: Any) -> Any:
             tensors = [x for x in args if isinstance(x, Tensor)]
