@@ -60,7 +60,9 @@ def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
 def run_once(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
     if op == "sample_gumbel":
         rest = dict(args)
-        given = GumbelArguments(rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(args["seeds"].shape[0], 0), **rest)
+        given = GumbelArguments(
+            rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(args["seeds"].shape[0], 0), **rest
+        )
         return (gumbel.verify_gumbel(given, tile=tile)[0].squeeze(1),)
     if op.startswith("verify"):
         launcher = getattr(importlib.import_module(f"torch_specops.ops.cuda.{op.removeprefix('verify_')}"), op)
