@@ -253,8 +253,9 @@ def tensor_at(value: Any, like: Any) -> Any:
 def compare_plans() -> dict[str, bool]:
     """Of each op: has a call on other data, of which the first left a plan, the same result as without plans?"""
 
-    def of_op(op: str, names: tuple[str, ...], *values: Any) -> tuple[Tensor, ...]:
-        return run_once(op, dict(zip(names, values, strict=True)), TILE)
+    def of_op(op: str, names: tuple[str, ...], *values: Any) -> Any:
+        result = run_once(op, dict(zip(names, values, strict=True)), TILE)
+        return result if len(result) > 1 else result[0]
 
     calls: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {}
     for op in op_cases.OPS:

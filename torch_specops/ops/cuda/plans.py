@@ -15,7 +15,8 @@ kernel was built; a plan does not look.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -29,10 +30,10 @@ from .. import private
 
 # The releases of Triton whose built kernels are known to be launched with `kernel[grid](*arguments)`, with an address
 # for a tensor.
-RELEASES = {"3.6", "3.7"}
-# Plans are forgotten when there are more, as calls with ever new shapes would fill the memory.
+RELEASES = ("3.6.", "3.7.", "3.8.")
+# All plans are forgotten when there are so many, because calls with ever new shapes would fill the memory.
 MAX_PLANS = 1024
-# Addresses have this alignment, which Triton may build a kernel for.
+# Triton may build a kernel for addresses with this alignment, which new tensors have.
 ALIGNMENT = 16
 # The torch functions that a plan repeats or can leave out.
 ALLOCATES = {"empty", "new_empty"}
@@ -41,25 +42,22 @@ METADATA = {"__get__", "data_ptr", "dim", "element_size", "is_contiguous", "nume
 
 
 class Plan(NamedTuple):
-    outputs: list[tuple[torch.Size, torch.dtype]]
-    is_tuple: bool
-    scratch: int  # bytes
-    offsets: list[int]  # of the scratch tensors
     constants: list[Any]
-    # The arguments of a kernel are selected from the addresses of inputs, outputs and scratch tensors, then constants.
-    launches: list[tuple[Callable[..., None], Callable[[list[Any]], tuple[Any, ...]]]]
+    outputs: list[tuple[torch.Size, torch.dtype]]
+    offsets: list[int]  # of the scratch tensors, then the size of all
+    # The arguments of a kernel are selected from the constants, then the addresses of inputs, outputs and scratch.
+    launches: list[tuple[Callable[..., None], itemgetter[Any]]]
 
-    def run(self, addresses: list[Any], device: torch.device) -> Any:
+    def run(self, addresses: list[int], device: torch.device) -> Any:
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
-        addresses += [output.data_ptr() for output in outputs]
-        if self.scratch > 0:
-            scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+        values = [*self.constants, *addresses, *(output.data_ptr() for output in outputs)]
+        if self.offsets[-1] > 0:
+            scratch = torch.empty(self.offsets[-1], dtype=torch.uint8, device=device)
             start = scratch.data_ptr()
-            addresses += [start + offset for offset in self.offsets]
-        addresses += self.constants
+            values += [start + offset for offset in self.offsets]
         for launch, select in self.launches:
-            launch(*select(addresses))
-        return tuple(outputs) if self.is_tuple else outputs[0]
+            launch(*select(values))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 # None: the call has no plan.
@@ -70,10 +68,10 @@ recording = threading.local()
 class Recorder(TorchFunctionMode):
     """Records what an op allocates and launches."""
 
-    def __init__(self, inputs: list[Tensor]) -> None:
-        self.num_inputs = len(inputs)
-        self.tensors = list(inputs)  # inputs, then allocated tensors
-        self.places = {id(x): place for place, x in enumerate(inputs)}
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.tensors = [x for x in inputs if isinstance(x, Tensor)]  # inputs, then allocated tensors
+        self.num_inputs = len(self.tensors)
+        self.places = {id(x): place for place, x in enumerate(self.tensors)}
         self.views: list[Tensor] = []  # kept, so that no other tensor gets the id
         self.launches: list[tuple[Any, tuple[int, ...], list[Any]]] = []
         self.is_complete = True
@@ -99,50 +97,36 @@ class Recorder(TorchFunctionMode):
         places = [self.places.get(id(output), -1) for output in outputs]
         scratch = [place for place in range(self.num_inputs, len(self.tensors)) if place not in places]
         order = [*range(self.num_inputs), *places, *scratch]
-        if not self.is_complete or sorted(order) != list(range(len(self.tensors))):
+        arguments = [x for _, _, arguments in self.launches for x in arguments]
+        built = all(isinstance(kernel, CompiledKernel) for kernel, _, _ in self.launches)
+        known = all(id(x) in self.places for x in arguments if isinstance(x, Tensor))
+        # An input or one tensor twice among the outputs would be in the order twice.
+        if not (self.is_complete and built and known) or sorted(order) != list(range(len(self.tensors))):
             return None
-        offsets, size = [], 0
-        for place in scratch:
-            offsets.append(size)
-            size += -(-self.tensors[place].nbytes // ALIGNMENT) * ALIGNMENT
-        index = {place: i for i, place in enumerate(order)}
-        constants: list[Any] = []
-        launches = []
-        for kernel, grid, arguments in self.launches:
-            if not isinstance(kernel, CompiledKernel):
-                return None
-            selected = []
-            for argument in arguments:
-                if not isinstance(argument, Tensor):
-                    selected.append(len(order) + len(constants))
-                    constants.append(argument)
-                elif id(argument) in self.places:
-                    selected.append(index[self.places[id(argument)]])
-                else:
-                    return None
+        constants = [x for x in arguments if not isinstance(x, Tensor)]
+        index, next_constant = {place: len(constants) + i for i, place in enumerate(order)}, iter(range(len(constants)))
+        launches: list[tuple[Callable[..., None], itemgetter[Any]]] = []
+        for kernel, grid, given in self.launches:
+            selected = [index[self.places[id(x)]] if isinstance(x, Tensor) else next(next_constant) for x in given]
             launches.append((kernel[(*grid, 1, 1)[:3]], itemgetter(*selected)))
+        sizes = [-(-self.tensors[place].nbytes // ALIGNMENT) * ALIGNMENT for place in scratch]
         shapes = [(output.shape, output.dtype) for output in outputs]
-        return Plan(shapes, isinstance(result, tuple), size, offsets, constants, launches)
+        return Plan(constants, shapes, list(accumulate(sizes, initial=0)), launches)
 
 
 def note(kernel: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
     """Called after every launch, with what it returned."""
-    recorder = getattr(recording, "recorder", None)
-    if recorder is not None:
+    if (recorder := getattr(recording, "recorder", None)) is not None:
         recorder.launches.append((kernel, grid, arguments))
 
 
-def key_of(body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, list[Any]]:
+def key_of(body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, list[int]]:
     """The key of a call, None if there cannot be a plan, and the addresses of its tensors."""
-    key: list[Any] = [body, triton.knobs.runtime.debug, triton.knobs.compilation.instrumentation_mode]
-    addresses: list[Any] = []
-    if triton.knobs.runtime.add_stages_inspection_hook is not None:
-        return None, addresses
+    runtime = triton.knobs.runtime
+    key: list[Any] = [body, runtime.debug, triton.knobs.compilation.instrumentation_mode]
+    addresses: list[int] = []
     for x in args:
-        kind = type(x)
-        if kind is Tensor:
-            if x.layout is not torch.strided:
-                return None, addresses
+        if type(x) is Tensor and x.layout is torch.strided:
             address = x.data_ptr()
             addresses.append(address)
             key += (x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT)
@@ -150,8 +134,8 @@ def key_of(body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[tuple[Any, 
             return None, addresses
         else:
             # With its type, because 1, 1.0 and True are equal, and as text, because 0.0 and -0.0 are.
-            key += (kind, x if x is None else repr(x))
-    return tuple(key), addresses
+            key += (type(x), x if x is None else repr(x))
+    return tuple(key) if runtime.add_stages_inspection_hook is None else None, addresses
 
 
 def call(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -161,14 +145,13 @@ def call(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if plan is not None:
         return plan.run(addresses, args[0].device)
     with private.launching_directly():
-        if key is None or key in plans or ".".join(triton.__version__.split(".")[:2]) not in RELEASES:
+        if key is None or key in plans or not triton.__version__.startswith(RELEASES):
             return body(*args)
         # Other objects than the arguments, which may be one tensor twice.
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in args]
-        recorder = Recorder([x for x in inputs if isinstance(x, Tensor)])
-        before, recording.recorder = getattr(recording, "recorder", None), recorder
+        before, recording.recorder = getattr(recording, "recorder", None), Recorder(inputs)
         try:
-            with recorder:
+            with recording.recorder as recorder:
                 result = body(*inputs)
         finally:
             recording.recorder = before
