@@ -60,6 +60,7 @@ ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.
 # The check reads successive pieces of this many tokens.
 PIECES = (1, 2, 3, 5, 7)
 
+Forward = Callable[..., Any]
 # Architectures that passed the check, with the code of their modules and torch's settings.
 _passed: set[Hashable] = set()
 
@@ -121,11 +122,11 @@ def _activation(module: nn.Module, x: Tensor) -> Tensor:
     return invariant.pointwise(partial(type(module).forward, module), x)
 
 
-def _router(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+def _router(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return invariant.by_rows(partial(type(module).forward, module), x, module.weight)
 
 
-def _experts(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _experts(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """x [N, I], the experts [N, k] that each token chose, and their weights [N, k]. What they give a token is added in
     the order of the experts, which depends on the token alone."""
     output = torch.zeros_like(x, dtype=torch.float32)
@@ -139,7 +140,7 @@ def _experts(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> T
     return output.to(x.dtype)
 
 
-def _with_shared_expert(module: nn.Module, x: Tensor) -> Tensor:
+def _with_shared_expert(module: Any, x: Tensor) -> Any:
     rows = x.flatten(0, -2)
     _, weights, chosen = module.gate(rows)
     gates = invariant.pointwise(torch.sigmoid, module.shared_expert_gate(rows))
@@ -147,12 +148,16 @@ def _with_shared_expert(module: nn.Module, x: Tensor) -> Tensor:
 
 
 # The class of a module -> its forward in the copy.
-FORWARDS = dict.fromkeys(ACTIVATIONS, _activation) | {nn.Linear: _linear, Conv1D: _conv1d}
+FORWARDS: dict[type, Forward] = dict.fromkeys(ACTIVATIONS, _activation) | {nn.Linear: _linear, Conv1D: _conv1d}
 # The same for the classes of transformers whose names end like this.
-EXPERTS = {"TopKRouter": _router, "Experts": _experts, "Qwen2MoeSparseMoeBlock": _with_shared_expert}
+EXPERTS: dict[str, Forward] = {
+    "TopKRouter": _router,
+    "Experts": _experts,
+    "Qwen2MoeSparseMoeBlock": _with_shared_expert,
+}
 
 
-def _forward_of(kind: type) -> Callable[..., Any] | None:
+def _forward_of(kind: type) -> Forward | None:
     if kind in FORWARDS or not kind.__module__.startswith("transformers."):
         return FORWARDS.get(kind)
     return next((forward for ending, forward in EXPERTS.items() if kind.__name__.endswith(ending)), None)
