@@ -385,3 +385,6 @@ def test_lora() -> None:
     adapted = peft.get_peft_model(model_of("llama"), config)
     assert differing(adapted.get_base_model(), invariant=True) == 0
     assert differing(adapted.merge_and_unload(), invariant=True) == 0
+    config = peft.LoraConfig(r=4, target_parameters=["mlp.experts.down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(unlisted("Mixtral"), config)
+    assert differing(adapted.get_base_model(), invariant=True) == 0
