@@ -230,14 +230,18 @@ def test_padding_on_either_side(family: str) -> None:
         ids, mask = F.pad(TOKENS[:2, :40], (before, after), value=3), torch.ones(2, 40 + before + after).long()
         mask[0, :before] = 0
         mask[0, before + 40 :] = 0
-        assert torch.equal(forward(ids, mask).logits[:1, before : before + 40], whole)
+        logits = forward(ids, mask).logits
+        assert torch.equal(logits[:1, before : before + 40], whole)
+        kept = forward(ids, mask, logits_to_keep=after + 9).logits
+        assert kept.shape[1] == after + 9 and torch.equal(kept[0, :9], whole[0, -9:])
+        assert torch.equal(kept[1], logits[1, -after - 9 :])
     forward(ids, attention_mask=mask.bool())
     for arguments in (
         {"position_ids": mask.cumsum(1)},
         {"past_key_values": transformers.DynamicCache()},
         {"labels": ids},
         {"attention_mask": mask[:, None, None]},
-        {"attention_mask": mask, "logits_to_keep": 3},
+        {"attention_mask": mask, "logits_to_keep": torch.tensor([3])},
     ):
         name = list(arguments)[-1]
         with pytest.raises(ValueError, match=f"{name}: expected"):
