@@ -20,7 +20,8 @@ Group = Decoded | Sequence[Decoded]
 
 def acceptance(outputs: Group | Mapping[str, Group]) -> Figure:
     """Plot the share of drafts that were accepted, at each place of a draft in its step. A draft after a rejected one
-    counts as not accepted, so a line falls; where it is near 0, a smaller `num_draft_tokens` would do.
+    counts as verified and not accepted. If few drafts are accepted at the last places, a smaller `num_draft_tokens`
+    would do.
 
     Args:
         outputs: what `generate` or `generate_many` returned, or an `Acceptance` (`output.stats` and each of
@@ -68,8 +69,10 @@ def draw_acceptance(panel: Axes, rates: Mapping[str, Sequence[float]]) -> None:
     panel.set_xlabel("place of a draft in its step")
     panel.set_ylabel("share accepted")
     panel.spines[["top", "right"]].set_visible(False)
-    if any(rates):
+    if rates:
         panel.legend(frameon=False, fontsize="small", ncols=1 + (len(rates) > 6))
+    else:
+        panel.text(0.5, 0.5, "no drafts", ha="center")
 
 
 def _rates(name: str, group: Any) -> list[float]:
