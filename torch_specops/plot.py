@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from io import BytesIO
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +51,11 @@ def acceptance(outputs: Group | Mapping[str, Group]) -> Figure:
     rates = {name: _rates(name, group) for name, group in groups.items()}
     if not rates:
         raise ValueError("outputs: expected verified drafts, got none")
-    # Notebooks can show figures once this module is imported.
-    import matplotlib.pyplot  # noqa: F401
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.0, 3.5), layout="constrained")
+    # Without pyplot, which would keep every figure in memory, notebooks need this to show a figure.
+    vars(figure)["_repr_png_"] = partial(_png, figure)
     draw_acceptance(figure.subplots(), rates)
     return figure
 
@@ -69,10 +71,15 @@ def draw_acceptance(panel: Axes, rates: Mapping[str, Sequence[float]]) -> None:
     panel.set_xlabel("place of a draft in its step")
     panel.set_ylabel("share accepted")
     panel.spines[["top", "right"]].set_visible(False)
-    if rates:
+    if any(rates):
         panel.legend(frameon=False, fontsize="small", ncols=1 + (len(rates) > 6))
-    else:
+    if not rates:
         panel.text(0.5, 0.5, "no drafts", ha="center")
+
+
+def _png(figure: Figure) -> bytes:
+    figure.savefig(file := BytesIO(), format="png")
+    return file.getvalue()
 
 
 def _rates(name: str, group: Any) -> list[float]:

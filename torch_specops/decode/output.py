@@ -149,12 +149,15 @@ class Acceptance:
         self.num_tokens += num_tokens
         self.num_accepted += num_accepted
         self.num_proposed += num_proposed
-        new_positions = [0] * (num_proposed - len(self.proposed_at))
-        self.proposed_at += new_positions
-        self.accepted_at += new_positions
+        proposed_at, accepted_at = self.proposed_at, self.accepted_at
+        if num_proposed > len(proposed_at):
+            new_positions = [0] * (num_proposed - len(proposed_at))
+            proposed_at += new_positions
+            accepted_at += new_positions
         for position in range(num_proposed):
-            self.proposed_at[position] += 1
-            self.accepted_at[position] += position < num_accepted
+            proposed_at[position] += 1
+        for position in range(min(num_accepted, num_proposed)):
+            accepted_at[position] += 1
 
 
 @dataclass(repr=False)

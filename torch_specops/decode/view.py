@@ -15,8 +15,9 @@ from .pieces import TextPieces
 Span = tuple[str, bool]
 # The tokens that a row emitted in a step, and how many of them were accepted drafts: the first ones.
 RowStep = tuple[Sequence[int], int]
-# The colours behind the text let the page shine through, so that its letters can be read on light and dark pages.
-_ACCEPTED, _OWN = "#2da44e59", "#d299224d"
+# The backgrounds let the page shine through, so that its own letters can be read on light and dark pages. The line
+# tells the kinds apart without colours.
+_ACCEPTED, _OWN = "background: #2da44e59", "background: #d299224d; border-bottom: 2px solid #d29922"
 _CELL = '<td style="text-align: left; white-space: pre-wrap; max-width: 50em">'
 
 
@@ -98,8 +99,10 @@ class View:
             cells = "".join(f"<td>{html.escape(str(number))}</td>" for number in numbers)
             rows.append(f"{cells}{_CELL}{''.join(_marked(*span) for span in text)}</td>")
         legend = f"{_marked('accepted drafts', True)} {_marked('tokens of the target itself', False)}"
-        return f"{legend}<table><tr>{'</tr><tr>'.join(rows)}</tr></table>{self.remark}"
+        # The classes keep notebooks from reading dollars in a text as formulas.
+        legend += '<table class="tex2jax_ignore mathjax_ignore">'
+        return f"{legend}<tr>{'</tr><tr>'.join(rows)}</tr></table>{self.remark}"
 
 
 def _marked(piece: str, is_accepted: bool) -> str:
-    return f'<span style="background: {_ACCEPTED if is_accepted else _OWN}">{html.escape(piece)}</span>'
+    return f'<span style="{_ACCEPTED if is_accepted else _OWN}">{html.escape(piece)}</span>'
