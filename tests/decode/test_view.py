@@ -59,6 +59,12 @@ def test_rows_and_requests_add_up_to_the_statistics() -> None:
     for request, completion in zip(requests, completions, strict=True):
         (row,) = alone(decoder, request).acceptance
         assert completion.acceptance == row
+    # A step that emits nothing, because the target failed, does not count.
+    decoder = SpeculativeDecoder(PairModel(torch.full((9, 8, 8), torch.nan)))
+    with pytest.warns(RuntimeWarning, match="no finite logit"):
+        assert decoder.generate([[1, 2]]).steps == [[]]
+    (completion,) = decoder.generate_many([[1, 2]], batch_size=1)
+    assert completion.steps == [] and summed(completion.acceptance) == summed(decoder.stats) == [0, 0, 0, 0, [], []]
 
 
 BYTES = list("<b>é🙂&".encode())
