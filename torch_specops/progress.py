@@ -10,7 +10,6 @@ def progress_bar(progress: bool, total: int | None, unit: str) -> Any:
     """A bar, as a context manager. Inside of `with`, it is None if `progress` is False."""
     if not progress:
         return nullcontext()
-    # Import here, because nothing else needs tqdm.
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     return tqdm(total=total, unit=unit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -15,21 +14,19 @@ from tiny_requests import alone, in_order
 from tiny_tokenizers import austen
 
 from torch_specops import GenerationOutput, Request, SpeculativeDecoder
-from torch_specops.decode import Acceptance, Step
+from torch_specops.decode import GenerationStats, Step
 from torch_specops.decode.inputs import GenerateArguments
 from torch_specops.drafts import PromptLookup
 
-COUNTS = ("num_row_steps", "num_tokens", "num_accepted", "num_proposed", "accepted_at", "proposed_at")
+
+def summed(*steps: list[tuple[int, int, int]]) -> list[int]:
+    """The tokens, accepted and verified drafts of all steps, and their number."""
+    every = [counts for of_row in steps for counts in of_row]
+    return [*(sum(counts[kind] for counts in every) for kind in range(3)), len(every)]
 
 
-def summed(*parts: Acceptance) -> list[Any]:
-    """The counts of all parts together, as numbers and lists."""
-    return [
-        [sum(at) for at in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)]
-        if name.endswith("_at")
-        else sum(getattr(part, name) for part in parts)
-        for name in COUNTS
-    ]
+def counts_of(stats: GenerationStats) -> list[int]:
+    return [stats.num_tokens, stats.num_accepted, stats.num_proposed, stats.num_row_steps]
 
 
 def test_rows_and_requests_add_up_to_the_statistics() -> None:
@@ -38,8 +35,10 @@ def test_rows_and_requests_add_up_to_the_statistics() -> None:
     for row in range(3):
         counts = [(len(step.tokens[row]), step.num_accepted[row], step.num_proposed[row]) for step in steps]
         assert output.steps[row] == [each for each in counts if each[0] > 0]
-    assert [each.num_tokens for each in output.acceptance] == limits
-    assert summed(*output.acceptance) == summed(output.stats)
+    assert [sum(count for count, *_ in steps) for steps in output.steps] == limits
+    assert summed(*output.steps) == counts_of(output.stats)
+    assert output.acceptance == [sum(n for _, n, _ in of) / sum(n for *_, n in of) for of in output.steps]
+    assert decode(None, 1).acceptance == [None] * 3
     # A rule cuts a row within a step: what it has left counts.
     decoder = SpeculativeDecoder(shared_tiny("llama"), shared_tiny("llama"), num_draft_tokens=4, sampling=GREEDY)
     arguments, ends = GenerateArguments(max_new_tokens=20), len(PROMPTS[0]) + 7
@@ -47,24 +46,23 @@ def test_rows_and_requests_add_up_to_the_statistics() -> None:
         list(map(list, PROMPTS)), arguments, row_rules=[lambda texts: [len(text) == ends for text in texts]]
     )
     assert len(output.new_tokens(0)) == 7 and output.steps[0] == [(5, 4, 4), (5, 4, 4)]
-    assert output.acceptance[0].mean_acceptance_length == 3.5
-    assert summed(*output.acceptance) == summed(output.stats)
+    assert summed(*output.steps)[1:] == counts_of(output.stats)[1:] and output.acceptance[0] == 1
     # A request has the counts of its row, whoever had the row before.
     decoder = SpeculativeDecoder(
         shared_tiny("llama"), DRAFTS["perturbed"]("llama"), num_draft_tokens=3, sampling=GREEDY
     )
     requests = [Request(list(prompt), limit) for prompt, limit in zip([*PROMPTS, [5]], (9, 4, 12, 0), strict=True)]
     completions = in_order(decoder.generate_many(requests, batch_size=2))
-    assert summed(*(each.acceptance for each in completions)) == summed(decoder.stats)
+    assert summed(*(each.steps for each in completions)) == counts_of(decoder.stats)
     for request, completion in zip(requests, completions, strict=True):
-        (row,) = alone(decoder, request).acceptance
-        assert completion.acceptance == row
+        output = alone(decoder, request)
+        assert [completion.steps] == output.steps and [completion.acceptance] == output.acceptance
     # A step that emits nothing, because the target failed, does not count.
     decoder = SpeculativeDecoder(PairModel(torch.full((9, 8, 8), torch.nan)))
     with pytest.warns(RuntimeWarning, match="no finite logit"):
         assert decoder.generate([[1, 2]]).steps == [[]]
     (completion,) = decoder.generate_many([[1, 2]], batch_size=1)
-    assert completion.steps == [] and summed(completion.acceptance) == summed(decoder.stats) == [0, 0, 0, 0, [], []]
+    assert completion.steps == [] and completion.acceptance is None and counts_of(decoder.stats) == [0] * 4
 
 
 BYTES = list("<b>é🙂&".encode())
@@ -81,9 +79,10 @@ def output_of(rows: list[list[int]], steps: list[list[tuple[int, int, int]]], re
 
 def coloured(page: str) -> list[list[tuple[str, str]]]:
     """The texts of a page's rows, in pieces with their colours."""
-    cells = re.findall(r"<td style[^>]*>(.*?)</td>", page, re.DOTALL)
-    pieces = [re.findall(r'<span style="background: (#\w{8})[^"]*">(.*?)</span>', cell, re.DOTALL) for cell in cells]
-    return [[(colour, html.unescape(text)) for colour, text in row] for row in pieces]
+    _, *lines = re.findall(r"<div[^>]*>(.*?)</div>", page, re.DOTALL)
+    pieces = [re.findall(r'<span style="background: (#\w{8})[^"]*">(.*?)</span>', line, re.DOTALL) for line in lines]
+    assert pieces[::2] == [[]] * (len(lines) // 2)
+    return [[(colour, html.unescape(text)) for colour, text in row] for row in pieces[1::2]]
 
 
 def test_accepted_drafts_and_own_tokens_look_different() -> None:
@@ -91,20 +90,22 @@ def test_accepted_drafts_and_own_tokens_look_different() -> None:
     output = output_of([[*BYTES, 0], [120]], [[(5, 4, 4), (5, 5, 9), (1, 0, 0)], [(1, 0, 2)]], "eos")
     view = output.show(austen())
     assert str(view).split("\n") == [
-        "row 0, prompt 1, new 11, ended by eos, tokens per step 3.67, accepted 9 of 13",
+        "row 0: 11 tokens in 3 steps, 9 of 13 drafts accepted, ended by eos",
         "<b>[é]🙂&",
-        "row 1, prompt 1, new 1, ended by eos, tokens per step 1.00, accepted 0 of 2",
+        "row 1: 1 tokens in 1 steps, 0 of 2 drafts accepted, ended by eos",
         "",
     ]
     page = view._repr_html_()
     green, yellow = (colour for colour, _ in re.findall(r'background: (#\w{8})[^"]*">(accepted|tokens)', page))
     assert green != yellow
     assert coloured(page) == [[(green, "<b>"), (yellow, "é"), (green, "🙂&")], []]
-    assert "<b>" not in page and page.count("<tr>") == page.count("</tr>") == 3
+    assert "<b>" not in page and repr(view) == str(view)
     # A model may write what a terminal obeys.
     assert str(output_of([[27]], [[(1, 0, 0)]], "length").show(austen())).endswith("[\ufffd]")
     step = Step([BYTES[:5], []], [4, 0], [4, 0], [False, True], 0.0)
-    assert str(step.show(austen())).split("\n") == ["row 0, accepted 4 of 4", "<b>[é]", "row 1, accepted 0 of 0", ""]
+    assert str(step.show(austen())).split("\n") == [
+        *("row 0: 4 of 4 drafts accepted", "<b>[é]", "row 1: 0 of 0 drafts accepted", "")
+    ]
     assert coloured(step._repr_html_()) == [[(green, " 60 98 62 195"), (yellow, " 169")], []]
 
 
@@ -119,16 +120,14 @@ def test_the_shown_text_is_the_text() -> None:
 
 
 def test_a_notebook_shows_the_beginning_of_a_large_output() -> None:
-    large = output_of([[7] * 300] * 25, [[(3, 2, 2)] * 100] * 25, "length")
-    page, whole = large._repr_html_(), large.show()
-    assert [len(text.split()) for row in coloured(page) for _, text in row].count(2) == 20 * 67
-    assert "The first 20 rows and 200 new tokens of each; show() has all." in page
-    shown = ["".join(text for _, text in row) for row in coloured(whole._repr_html_())]
-    assert shown == [" 7" * 300] * 25 and "first" not in str(whole)
-    small = output_of([[7] * 200] * 20, [[(200, 0, 0)]] * 20, "length")
-    assert "first" not in small._repr_html_()
-    step = Step([[1]] * 21, [0] * 21, [0] * 21, [False] * 21, 0.0)
-    assert len(coloured(step._repr_html_())) == 20 and "show() has all" in step._repr_html_()
+    large = output_of([[7] * 1200] * 25, [[(3, 2, 2)] * 400] * 25, "length")
+    texts, whole = (
+        ["".join(text for _, text in row) for row in coloured(page)]
+        for page in (large._repr_html_(), large.show()._repr_html_())
+    )
+    assert texts == [" 7" * 1000] * 20 and whole == [" 7" * 1200] * 25
+    assert "At most 20 rows and 1000 tokens of each; show() has all." in large._repr_html_()
+    assert len(coloured(Step([[1]] * 21, [0] * 21, [0] * 21, [False] * 21, 0.0)._repr_html_())) == 20
 
 
 def test_progress_of_tokens_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,11 +151,11 @@ def decoder_many(requests: Any, **options: Any) -> Any:
 def test_a_decoder_says_what_it_is() -> None:
     target = shared_tiny("llama")
     assert repr(SpeculativeDecoder(target, shared_tiny("llama", seed=3), num_draft_tokens=4)) == (
-        "SpeculativeDecoder(target='LlamaForCausalLM', draft='LlamaForCausalLM', num_draft_tokens=4, "
-        "schedule='Constant', verify='exact', compiled=False)"
+        "SpeculativeDecoder(target='LlamaForCausalLM', draft='LlamaForCausalLM', verify='exact', "
+        "schedule='Constant', num_draft_tokens=4, compiled=False)"
     )
     assert repr(SpeculativeDecoder(PairModel(torch.zeros(9, 9, 9)), PromptLookup())) == (
-        "SpeculativeDecoder(target='PairModel', draft='PromptLookup', num_draft_tokens=10, schedule='Auto', "
-        "verify='gumbel', compiled=False)"
+        "SpeculativeDecoder(target='PairModel', draft='PromptLookup', verify='gumbel', schedule='Auto', "
+        "num_draft_tokens=10, compiled=False)"
     )
-    assert "draft=None, num_draft_tokens=0" in repr(SpeculativeDecoder(target))
+    assert "draft=None, verify='gumbel', schedule='Constant', num_draft_tokens=0" in repr(SpeculativeDecoder(target))

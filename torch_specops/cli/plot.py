@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from .providers import ASSISTED, SPECULATIVE
 from .results import Record, by_category, fastest, title_of
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+RATES = "acceptance_rate_per_position"
 
 
 def plot_providers(results: Sequence[Record], title: str, file: Path) -> None:
@@ -24,7 +25,7 @@ def plot_providers(results: Sequence[Record], title: str, file: Path) -> None:
     figure = Figure(figsize=(7.0, height + 3.0), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=[height, 3.0])[:, 0]
-    draw_acceptance(lower.subplots(), _acceptances(results, title_of))
+    draw_acceptance(lower.subplots(), ((title_of(row), row[RATES]) for row in results))
     panels = upper.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (where, rows) in zip(panels, groups, strict=True):
         names = [row["provider"] for row in rows]
@@ -57,7 +58,7 @@ def plot_categories(records: Sequence[Record], title: str, file: Path) -> None:
     panels = both[:, 0]
     for panel, temperature in zip(both[:, 1], temperatures, strict=True):
         smallest = [each for each in records if (each["temperature"], each["batch_size"]) == (temperature, min(sizes))]
-        draw_acceptance(panel, _acceptances(smallest, lambda record: record["category"]))
+        draw_acceptance(panel, ((each["category"], each[RATES]) for each in smallest))
     width = 0.8 / len(sizes)
     legend = {}
     for temperature, size in dict.fromkeys((record["temperature"], record["batch_size"]) for record in records):
@@ -81,9 +82,3 @@ def plot_categories(records: Sequence[Record], title: str, file: Path) -> None:
     figure.supylabel("speed (fastest without a draft = 1)", fontsize="medium")
     figure.legend(list(legend.values()), list(legend), loc="outside upper right", ncols=len(legend), frameon=False)
     figure.savefig(file, dpi=150)
-
-
-def _acceptances(records: Sequence[Record], name_of: Callable[[Record], str]) -> dict[str, list[float]]:
-    """The acceptance at each place, of the records that have drafts and know it."""
-    rates = ((name_of(record), record["acceptance_rate_per_position"]) for record in records)
-    return {name: shares for name, shares in rates if shares}

@@ -1,14 +1,13 @@
 """The decoding loop: `generate`, and the class `SpeculativeDecoder`, which it uses."""
 
 from .decoder import SpeculativeDecoder, generate
-from .output import Acceptance, GenerationOutput, GenerationStats, Step, TopLogprobs
+from .output import GenerationOutput, GenerationStats, Step, TopLogprobs
 from .pieces import TextPieces
 from .requests import Completion, Handle, Request
 from .session import Session
 from .step import Verifier
 
 __all__ = [
-    "Acceptance",
     "Completion",
     "GenerationOutput",
     "GenerationStats",

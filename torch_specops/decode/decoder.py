@@ -236,16 +236,9 @@ class SpeculativeDecoder:
         return vars(self) | {"_newest": None}
 
     def __repr__(self) -> str:
-        steps = self._compiled_steps
-        return shortened(
-            "SpeculativeDecoder",
-            target=_kind(self.target),
-            draft=_kind(self.draft),
-            num_draft_tokens=max(self._schedule.buckets),
-            schedule=type(self._schedule).__name__,
-            verify=steps.verify.op,
-            compiled=self.compiled,
-        )
+        parts = {"target": _kind(self.target), "draft": _kind(self.draft), "verify": self._compiled_steps.verify.op}
+        chosen = {"schedule": type(self._schedule).__name__, "num_draft_tokens": max(self._schedule.buckets)}
+        return shortened("SpeculativeDecoder", **parts, **chosen, compiled=self.compiled)
 
     @property
     def compiled(self) -> bool:
@@ -561,8 +554,6 @@ class _Steps(Iterator[Step]):
 
 def _kind(part: LanguageModel | DraftSource | None) -> str | None:
     """The name of the class, for a model of transformers that of the model."""
-    if type(part) is ModelDraft:
-        part = part.model
-    if isinstance(part, LanguageModel):
-        part = getattr(part, "model", part)
+    part = part.model if type(part) is ModelDraft else part
+    part = getattr(part, "model", part) if isinstance(part, LanguageModel) else part
     return None if part is None else type(part).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from reprlib import Repr
@@ -13,15 +13,12 @@ from torch import Tensor
 
 from .pieces import CONTEXT
 from .planning import PlannedStep
-from .view import View, text_of
+from .view import View, ViewRow, beginning, view
 
 # Cut long lists in a `repr`, because lists with an entry per row may have hundreds of entries.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxstring, _SHORT.maxother = 200, 400
-# A notebook shows this many rows of an output or a step, and this many new tokens of each.
-_MOST_ROWS, _MOST_TOKENS = 20, 200
-_REMARK = f"The first {_MOST_ROWS} rows and {_MOST_TOKENS} new tokens of each; show() has all."
 # What a row did in a step: the numbers of emitted tokens, accepted drafts and verified drafts.
 StepCounts = tuple[int, int, int]
 
@@ -29,6 +26,11 @@ StepCounts = tuple[int, int, int]
 def shortened(name: str, **values: object) -> str:
     """The `repr` of an object with these values; long values are cut."""
     return f"{name}({', '.join(f'{key}={_SHORT.repr(value)}' for key, value in values.items())})"
+
+
+def acceptance_of(steps: list[StepCounts]) -> float | None:
+    num_proposed = sum(proposed for *_, proposed in steps)
+    return sum(accepted for _, accepted, _ in steps) / num_proposed if num_proposed else None
 
 
 @dataclass(frozen=True)
@@ -51,29 +53,23 @@ class Step:
     seconds: float
 
     def show(self, tokenizer: Any = None) -> View:
-        """The tokens of each row, as `GenerationOutput.show` shows them, decoded without the text before them.
+        """What each row emitted, as `GenerationOutput.show` shows it, but decoded without the text before it.
 
         Examples:
             >>> from torch_specops.decode import Step
-            >>> step = Step([[5, 6, 7], [8]], [2, 0], num_proposed=[4, 4], finished=[False, True], seconds=0.1)
-            >>> step.show()
-            row 0, accepted 2 of 4
-             5 6[ 7]
-            row 1, accepted 0 of 4
-            [ 8]
+            >>> Step([[5, 6]], [1], num_proposed=[3], finished=[False], seconds=0.1).show()
+            row 0: 1 of 3 drafts accepted
+             5[ 6]
         """
-        return self._view(tokenizer, len(self.tokens))
+        return view(tokenizer, self._rows())
 
-    def _view(self, tokenizer: Any, most_rows: int) -> View:
-        counts = zip(self.tokens, self.num_accepted, self.num_proposed, strict=True)
-        rows = [
-            ((row, f"{accepted} of {proposed}"), text_of(tokenizer, [(tokens, accepted)]))
-            for row, (tokens, accepted, proposed) in zip(range(most_rows), counts, strict=False)
-        ]
-        return View(("row", "accepted"), rows, _REMARK * (len(self.tokens) > most_rows))
+    def _rows(self) -> Iterator[ViewRow]:
+        rows = zip(self.tokens, self.num_accepted, self.num_proposed, strict=True)
+        for row, (tokens, accepted, proposed) in enumerate(rows):
+            yield f"row {row}: {accepted} of {proposed} drafts accepted", [(tokens, accepted)], (), ()
 
     def _repr_html_(self) -> str:
-        return self._view(None, _MOST_ROWS)._repr_html_()
+        return beginning(self._rows())
 
 
 class TopLogprobs(NamedTuple):
@@ -83,91 +79,18 @@ class TopLogprobs(NamedTuple):
     values: Tensor  # float32 log-probabilities; NaN where no token was generated, -inf for excluded tokens
 
 
-@dataclass(kw_only=True, repr=False)
-class Acceptance:
-    """How many drafts were accepted: counts of one sequence, or of several together.
-
-    Args:
-        num_row_steps: the number of steps in which a row took part, summed over the rows.
-        num_tokens: emitted tokens, without those that were cut.
-        num_accepted, num_proposed: accepted and verified drafts.
-        accepted_at, proposed_at: the same counts, separately for each position of a draft in its step.
-
-    Examples:
-        >>> from torch_specops.decode import Acceptance
-        >>> Acceptance.of_steps([(3, 2, 2), (1, 0, 2)], num_tokens=4)
-        Acceptance(num_tokens=4, mean_acceptance_length=2.0, acceptance_rate_per_position=[0.5, 0.5])
-    """
-
-    num_row_steps: int = 0
-    num_tokens: int = 0
-    num_accepted: int = 0
-    num_proposed: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    proposed_at: list[int] = field(default_factory=list)
-
-    @staticmethod
-    def of_steps(steps: list[StepCounts], num_tokens: int) -> Acceptance:
-        """The counts of a sequence of `num_tokens` new tokens."""
-        acceptance = Acceptance()
-        for counts in steps:
-            acceptance.add_row(*counts)
-        # A rule may have cut tokens of the last steps.
-        acceptance.num_tokens = num_tokens
-        return acceptance
-
-    def __repr__(self) -> str:
-        return shortened(
-            "Acceptance",
-            num_tokens=self.num_tokens,
-            mean_acceptance_length=round(self.mean_acceptance_length, 2),
-            acceptance_rate_per_position=[round(rate, 2) for rate in self.acceptance_rate_per_position],
-        )
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Emitted tokens per row and step, including the next token: 1 when no draft is accepted."""
-        return self.num_tokens / max(self.num_row_steps, 1)
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted drafts / verified drafts; drafts after a rejection count as verified. None without drafts."""
-        return self.num_accepted / self.num_proposed if self.num_proposed else None
-
-    @property
-    def acceptance_rate_per_position(self) -> list[float]:
-        """Accepted drafts / verified drafts for each position of a draft in its step. A draft after a rejected draft
-        counts as verified and not accepted."""
-        return [
-            accepted / proposed if proposed else 0.0
-            for accepted, proposed in zip(self.accepted_at, self.proposed_at, strict=True)
-        ]
-
-    def add_row(self, num_tokens: int, num_accepted: int, num_proposed: int) -> None:
-        """Add the counts of a row in a step."""
-        self.num_row_steps += 1
-        self.num_tokens += num_tokens
-        self.num_accepted += num_accepted
-        self.num_proposed += num_proposed
-        proposed_at, accepted_at = self.proposed_at, self.accepted_at
-        if num_proposed > len(proposed_at):
-            new_positions = [0] * (num_proposed - len(proposed_at))
-            proposed_at += new_positions
-            accepted_at += new_positions
-        for position in range(num_proposed):
-            proposed_at[position] += 1
-        for position in range(min(num_accepted, num_proposed)):
-            accepted_at[position] += 1
-
-
 @dataclass(repr=False)
-class GenerationStats(Acceptance):
-    """Counts and times, summed over all steps. The counts of `Acceptance` are those of all rows.
+class GenerationStats:
+    """Counts and times, summed over all steps.
 
     Args:
         seeds: the seed of each row, which reproduces the output if passed as `seed`; empty for sessions and
             `generate_many`.
         num_steps: steps of the batch.
+        num_row_steps: the number of steps in which a row took part, summed over the rows.
+        num_tokens: emitted tokens of all rows, without those that were cut.
+        num_accepted, num_proposed: accepted and verified drafts of all rows.
+        accepted_at, proposed_at: the same counts, separately for each position of a draft in its step.
         seconds: time of the steps, without compilation.
         prefill_seconds: time of the prefill by target and draft. If steps are eager and all prompts have the same
             length, the target reads them in the first step, and that time is part of `seconds`.
@@ -181,6 +104,12 @@ class GenerationStats(Acceptance):
 
     seeds: list[int]
     num_steps: int = 0
+    num_row_steps: int = 0
+    num_tokens: int = 0
+    num_accepted: int = 0
+    num_proposed: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    proposed_at: list[int] = field(default_factory=list)
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -202,6 +131,25 @@ class GenerationStats(Acceptance):
         )
 
     @property
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per row and step, including the next token: 1 when no draft is accepted."""
+        return self.num_tokens / max(self.num_row_steps, 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted drafts / verified drafts; drafts after a rejection count as verified. None without drafts."""
+        return self.num_accepted / self.num_proposed if self.num_proposed else None
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Accepted drafts / verified drafts for each position of a draft in its step. A draft after a rejected draft
+        counts as verified and not accepted."""
+        return [
+            accepted / proposed if proposed else 0.0
+            for accepted, proposed in zip(self.accepted_at, self.proposed_at, strict=True)
+        ]
+
+    @property
     def tokens_per_second(self) -> float:
         """Emitted tokens of all rows / `seconds`."""
         return self.num_tokens / max(self.seconds, 1e-9)
@@ -211,13 +159,23 @@ class GenerationStats(Acceptance):
         failed."""
         self.num_steps += 1
         for new, accepted, proposed in zip(num_tokens, num_accepted, num_proposed, strict=True):
-            if new > 0:
-                self.add_row(new, accepted, proposed)
+            if new == 0:
+                continue
+            self.num_row_steps += 1
+            self.num_tokens += new
+            self.num_accepted += accepted
+            self.num_proposed += proposed
+            new_positions = [0] * (proposed - len(self.proposed_at))
+            self.proposed_at += new_positions
+            self.accepted_at += new_positions
+            for position in range(proposed):
+                self.proposed_at[position] += 1
+                self.accepted_at[position] += position < accepted
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GenerationOutput:
-    """Finished sequences. A notebook shows them as `show` does: a table with the new tokens, as numbers in colours.
+    """Finished sequences. A notebook shows them as `show` does, with the numbers of tokens.
 
     Args:
         sequences: [B, L] int64: the prompt without its padding, the new tokens with their eos, then pad_token_id. New
@@ -232,8 +190,8 @@ class GenerationOutput:
         top_logprobs: the most likely tokens at the position of every new token; None if not asked for.
         finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
-        steps: the steps of each row: for each step (tokens, accepted drafts, verified drafts), before a rule cut tokens
-            at the end of the row.
+        steps: what each row did in its steps: a list of (tokens, accepted drafts, verified drafts), before a rule cut
+            tokens at the end of the row.
 
     Examples:
         >>> import torch, torch_specops
@@ -291,20 +249,20 @@ class GenerationOutput:
         return texts
 
     @property
-    def acceptance(self) -> list[Acceptance]:
-        """How many drafts of each row were accepted; empty without `steps`."""
-        return list(map(Acceptance.of_steps, self.steps, (self.lengths - self.prompt_lengths).tolist()))
+    def acceptance(self) -> list[float | None]:
+        """Accepted drafts / verified drafts of each row, as in `stats.acceptance_rate`; None without drafts."""
+        return list(map(acceptance_of, self.steps))
 
     def show(self, tokenizer: Any = None) -> View:
-        """The new text of every row, with accepted drafts and the target's own tokens apart. Drafts that were rejected
-        are counted, and not shown: the loop does not keep them.
+        """The new text of every row, with accepted drafts and the target's own tokens apart. Rejected drafts are
+        counted and not shown, because the loop does not keep them.
 
         Args:
             tokenizer: as in `texts`; None = show the numbers of the tokens.
 
         Returns:
-            An object that a notebook shows in colours, light or dark. Its `str` is plain text, with the target's own
-            tokens in brackets. A character of several tokens is an accepted draft if all of them were.
+            A string, with the target's own tokens in brackets, which a notebook shows in colours. A character of
+            several tokens is an accepted draft if all of them were.
 
         Examples:
             >>> import torch, torch_specops
@@ -312,27 +270,23 @@ class GenerationOutput:
             ...     sequences=torch.tensor([[5, 6, 7, 8, 9]]), prompt_lengths=torch.tensor([1]),
             ...     lengths=torch.tensor([5]), stats=None, finish_reasons=["length"], steps=[[(3, 2, 4), (1, 0, 4)]])
             >>> output.show()
-            row 0, prompt 1, new 4, ended by length, tokens per step 2.00, accepted 2 of 8
+            row 0: 4 tokens in 2 steps, 2 of 8 drafts accepted, ended by length
              6 7[ 8 9]
         """
-        return self._view(tokenizer, len(self.lengths), self.sequences.shape[1])
+        return view(tokenizer, self._rows())
 
-    def _view(self, tokenizer: Any, most_rows: int, most_tokens: int) -> View:
-        rows, is_cut = [], len(self.lengths) > most_rows
-        for row, acceptance in enumerate(self.acceptance[:most_rows]):
-            start, tokens = int(self.prompt_lengths[row]), self.new_tokens(row)
-            reason = next(iter(self.finish_reasons[row : row + 1]), None)
-            eos, is_cut = tokens[-1] if reason == "eos" else None, is_cut or len(tokens) > most_tokens
-            shown, counts = iter(tokens[:most_tokens]), self.steps[row]
-            steps = [(list(islice(shown, num_tokens)), num_accepted) for num_tokens, num_accepted, _ in counts]
-            accepted = f"{acceptance.num_accepted} of {acceptance.num_proposed}"
-            numbers = row, start, len(tokens), reason or "-", f"{acceptance.mean_acceptance_length:.2f}", accepted
-            rows.append((numbers, text_of(tokenizer, steps, self.sequences[row, :start].tolist(), eos)))
-        titles = "row", "prompt", "new", "ended by", "tokens per step", "accepted"
-        return View(titles, rows, _REMARK * is_cut)
+    def _rows(self) -> Iterator[ViewRow]:
+        for row, (steps, reason) in enumerate(zip(self.steps, self.finish_reasons, strict=True)):
+            tokens, prompt = self.new_tokens(row), self.sequences[row, : int(self.prompt_lengths[row])].tolist()
+            accepted, proposed = (sum(counts[kind] for counts in steps) for kind in (1, 2))
+            title = f"row {row}: {len(tokens)} tokens in {len(steps)} steps, {accepted} of {proposed} drafts accepted"
+            title += "" if reason is None else f", ended by {reason}"
+            left = iter(tokens)
+            text = [(list(islice(left, count)), num_accepted) for count, num_accepted, _ in steps]
+            yield title, text, prompt, tokens[-1:] if reason == "eos" else ()
 
     def _repr_html_(self) -> str:
-        return self._view(None, _MOST_ROWS, _MOST_TOKENS)._repr_html_()
+        return beginning(self._rows())
 
 
 class RecordReader:

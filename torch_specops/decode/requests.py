@@ -19,7 +19,7 @@ from ..models import LanguageModel
 from ..sampling import SamplingParams
 from .inputs import Prompts, Sampling, Seed, as_prompt, read_prompts
 from .keywords import refuse_unknown
-from .output import Acceptance, StepCounts, TopLogprobs, shortened
+from .output import StepCounts, TopLogprobs, acceptance_of, shortened
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -117,16 +117,13 @@ class Completion:
         finish_reason: "eos", "length", "stop" (a stop string), "time" (`max_time`), "cancelled" or "error".
         error: why the request was refused or ended early; None = it ended normally or was cancelled.
         top_logprobs: the most likely tokens [n, N] at the position of every new token; None if not asked for.
-        steps: for each step of the request (tokens, accepted drafts, verified drafts).
+        steps: the steps of the request: (tokens, accepted drafts, verified drafts).
 
     Examples:
         >>> import torch, torch_specops
-        >>> tokens, steps = torch.tensor([5, 6, 7, 2]), [(2, 1, 3)]
-        >>> completion = torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos", steps=steps)
-        >>> completion
+        >>> tokens = torch.tensor([5, 6, 7, 2])
+        >>> torch_specops.Completion(0, tokens, tokens[2:], None, seed=1, finish_reason="eos")
         Completion(index=0, num_tokens=4, num_new_tokens=2, seed=1, finish_reason='eos')
-        >>> completion.acceptance.mean_acceptance_length
-        2.0
     """
 
     index: int
@@ -140,9 +137,9 @@ class Completion:
     steps: list[StepCounts] = field(default_factory=list)
 
     @property
-    def acceptance(self) -> Acceptance:
-        """How many drafts were accepted."""
-        return Acceptance.of_steps(self.steps, len(self.new_tokens))
+    def acceptance(self) -> float | None:
+        """Accepted drafts / verified drafts; None without drafts."""
+        return acceptance_of(self.steps)
 
     def __repr__(self) -> str:
         values = {

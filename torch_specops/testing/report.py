@@ -72,12 +72,6 @@ class Report(ABC):
     def __bool__(self) -> bool:
         return self.lossless
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(lossless={self.lossless}, {self._summary()}; print() shows the table)"
-
-    @abstractmethod
-    def _summary(self) -> str: ...
-
     def assert_lossless(self) -> None:
         """Raise AssertionError with the table of results if a bias is detected."""
         if not self.lossless:
@@ -148,9 +142,10 @@ class LosslessReport(Report):
         """The first position whose test rejects; None if there is none."""
         return next((test.position for test in self.broken), None)
 
-    def _summary(self) -> str:
-        least, most = min(test.p_value for test in self.tests), max(test.total_variation_bound for test in self.tests)
-        return f"trials={self.trials}, first_break={self.first_break}, p_value={least:.3g}, total_variation<={most:.3g}"
+    def __repr__(self) -> str:
+        most = max(test.total_variation_bound for test in self.tests)
+        numbers = f"trials={self.trials}, first_break={self.first_break}, total_variation<={most:.3g}"
+        return f"LosslessReport(lossless={self.lossless}, {numbers}; print() shows the table)"
 
     def __str__(self) -> str:
         if self.lossless:
@@ -177,7 +172,7 @@ class LosslessReport(Report):
         return self._page(verdict, [(test.name, test, test in self.broken) for test in self.tests], remarks)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class EngineReport(Report):
     """The result of `check_engine`. Its truth value is True if no test rejects and `same_text_as` changed no sequence;
     `str` returns a table.
@@ -199,9 +194,6 @@ class EngineReport(Report):
         """The names of settings for which a test rejects, or `same_text_as` returned other tokens."""
         changed = self.num_changed or {}
         return [name for name, report in self.reports.items() if not report or changed.get(name, 0) > 0]
-
-    def _summary(self) -> str:
-        return f"settings={len(self.reports)}, broken={self.broken}"
 
     def __str__(self) -> str:
         verdict = f"No bias seen in {len(self.reports)} settings."
