@@ -369,7 +369,9 @@ class Session:
             seed, tokens = None, new.clone()
             if isinstance(handle.prompt, Prompts):
                 seed, tokens = int(handle.prompt.state.seeds), torch.cat([handle.prompt.state.tokens[0], new])
-            if row is not None and self._batch is not None and not self._has_failed:
+            # Without new tokens the request may have been refused before its row was filled, which still has the values
+            # of the request before.
+            if handle.new_tokens and row is not None and self._batch is not None and not self._has_failed:
                 self._batch.copy_logprobs(row, logprobs, top)
             completion = Completion(
                 handle.index,
