@@ -147,11 +147,12 @@ def decoder_of(
             decoder.target.eager_because = not_compiled  # type: ignore[attr-defined]
         yield decoder
         return
-    model, shadow, reading = found
+    model, shadow, kind_of = found
     is_itself = draft is target or draft is model
+    made_for: tuple[Any, ...] = (kind_of(model), model.device, model.dtype, model.config._attn_implementation)
     # A captured matrix product keeps its precision.
-    made_for = (*reading, torch.backends.cuda.matmul.fp32_precision, *_settings_of(None if is_itself else draft))
-    made_for += (is_itself, *(options[name] for name in sorted(options)))
+    made_for += (torch.backends.cuda.matmul.fp32_precision, is_itself, *_settings_of(None if is_itself else draft))
+    made_for += tuple(options[name] for name in sorted(options))
     # Take the decoder out while it is in use. One for other settings is freed before the new one takes memory.
     kept = _kept.pop(model, None)
     if kept is not None and not _are_same(kept.made_for, made_for):

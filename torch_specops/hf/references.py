@@ -125,10 +125,11 @@ def reaches_module(value: Any, module: nn.Module | None = None) -> bool:
     to_visit = [value]
     while to_visit:
         each = to_visit.pop()
-        if isinstance(each, nn.Module) and module in (None, each):
+        is_module, is_weak = isinstance(each, nn.Module), isinstance(each, ReferenceType)
+        if is_module and module in (None, each):
             return True
-        is_weak = isinstance(each, ReferenceType)
-        if id(each) in visited or calls_nothing(type(each)) or (is_weak and module is not None):
+        is_end = not is_module if calls_nothing(type(each)) else is_weak and module is not None
+        if id(each) in visited or is_end:
             continue
         visited[id(each)] = each
         parts = parts_of(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -46,9 +47,9 @@ def _is_transformers(model: object) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in kinds) or hasattr(model, "get_base_model")
 
 
-def new_shadow(target: LanguageModel | nn.Module) -> tuple[Any, Any, tuple[Any, ...]] | None:
-    """The transformers model of a target, an empty `ShadowModel` for it, and what an adapter of it is made for; None =
-    the target is not of transformers."""
+def new_shadow(target: LanguageModel | nn.Module) -> tuple[Any, Any, Callable[[Any], type]] | None:
+    """The transformers model of a target, a `ShadowModel` that has not looked at it, and the function that names the
+    adapter's class of a model; None = the target is not of transformers."""
     target = getattr(target, "_orig_mod", target)
     if isinstance(target, (LanguageModel, type)) or not _is_transformers(target):
         return None
@@ -56,8 +57,7 @@ def new_shadow(target: LanguageModel | nn.Module) -> tuple[Any, Any, tuple[Any, 
     from ..hf.architecture import unwrapped
     from ..hf.shadow_model import ShadowModel
 
-    model = unwrapped(target)
-    return model, ShadowModel(), (kind_of(model), model.device, model.dtype, model.config._attn_implementation)
+    return unwrapped(target), ShadowModel(), kind_of
 
 
 def invariant_forward(model: nn.Module) -> Any:
