@@ -68,7 +68,7 @@ USED_AGAIN: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], bool]] 
     "an equal lookup": (lambda model: {"draft": PromptLookup(min_ngram=1)}, True),
     "an equal verifier": (lambda model: {"verify": Verifier("gumbel")}, True),
     "the dtype": (changed(lambda model: model.to(torch.float32)), False),
-    "the attention": (changed(lambda model: model.set_attn_implementation("eager")), False),
+    "the attention": (changed(lambda model: model.set_attn_implementation("eager")), True),
     "the number of drafts": (lambda model: {"num_draft_tokens": 2}, False),
     "the schedule": (lambda model: {"schedule": "heuristic"}, False),
     "an equal schedule": (lambda model: {"schedule": Constant(3)}, False),

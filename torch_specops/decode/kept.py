@@ -149,10 +149,10 @@ def decoder_of(
         return
     model, shadow, kind_of = found
     is_itself = draft is target or draft is model
-    made_for: tuple[Any, ...] = (kind_of(model), model.device, model.dtype, model.config._attn_implementation)
     # A captured matrix product keeps its precision.
-    made_for += (torch.backends.cuda.matmul.fp32_precision, is_itself, *_settings_of(None if is_itself else draft))
-    made_for += tuple(options[name] for name in sorted(options))
+    reading = kind_of(model), model.device, model.dtype, torch.backends.cuda.matmul.fp32_precision
+    choices = (options[name] for name in sorted(options))
+    made_for = (*reading, is_itself, *_settings_of(None if is_itself else draft), *choices)
     # Take the decoder out while it is in use. One for other settings is freed before the new one takes memory.
     kept = _kept.pop(model, None)
     if kept is not None and not _are_same(kept.made_for, made_for):
