@@ -70,7 +70,6 @@ USED_AGAIN: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], bool]] 
     "the dtype": (changed(lambda model: model.to(torch.float32)), False),
     "the attention": (changed(lambda model: model.set_attn_implementation("eager")), True),
     "the number of drafts": (lambda model: {"num_draft_tokens": 2}, False),
-    "the schedule": (lambda model: {"schedule": "heuristic"}, False),
     "an equal schedule": (lambda model: {"schedule": Constant(3)}, False),
     "the verification": (lambda model: {"verify": "exact"}, False),
     "another lookup": (lambda model: {"draft": PromptLookup(min_ngram=2)}, False),
