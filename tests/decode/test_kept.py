@@ -65,6 +65,10 @@ USED_AGAIN: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], bool]] 
         changed(lambda model: model.set_output_embeddings(copy.deepcopy(perturbed(model, 0.5).lm_head))),
         True,
     ),
+    "an attribute, as of an adapter": (
+        changed(lambda model: setattr(model.model.layers[0].self_attn, "scaling", 20.0)),
+        True,
+    ),
     "an equal lookup": (lambda model: {"draft": PromptLookup(min_ngram=1)}, True),
     "an equal verifier": (lambda model: {"verify": Verifier("gumbel")}, True),
     "the dtype": (changed(lambda model: model.to(torch.float32)), False),
@@ -209,3 +213,4 @@ def test_the_model_is_freed(make_draft: Any, is_kept: bool) -> None:
 
 # Of `USED_AGAIN`.
 CHANGE_THE_TEXT = {"another text", "eos tokens", "weights in place", "weights replaced", "the tensors of another head"}
+CHANGE_THE_TEXT |= {"an attribute, as of an adapter"}

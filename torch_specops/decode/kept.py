@@ -147,10 +147,10 @@ def decoder_of(
             decoder.target.eager_because = not_compiled  # type: ignore[attr-defined]
         yield decoder
         return
-    model, shadow, kind_of = found
+    model, shadow = found
     is_itself = draft is target or draft is model
     # A captured matrix product keeps its precision.
-    reading = kind_of(model), model.device, model.dtype, torch.backends.cuda.matmul.fp32_precision
+    reading = model.device, model.dtype, torch.backends.cuda.matmul.fp32_precision
     choices = (options[name] for name in sorted(options))
     made_for = (*reading, is_itself, *_settings_of(None if is_itself else draft), *choices)
     # Take the decoder out while it is in use. One for other settings is freed before the new one takes memory.

@@ -60,24 +60,19 @@ def language_model(model: PreTrainedModel | nn.Module, *, invariant: bool = Fals
         return TransformersModel(model, check=_Check(), invariant=True)
     if is_gemma4_assistant(model):
         raise ValueError("model: a Gemma 4 assistant reads its target's keys; expected drafts.Gemma4Assistant(model)")
-    kind = kind_of(model)
-    if kind is not EncoderDecoderModel:
-        return kind(model, check=_Check())
-    # Check the outermost model, because a wrapper may read its inputs differently from the model inside.
-    if model.config.model_type not in TESTED_FAMILIES:
-        raise ValueError(f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}")
-    return EncoderDecoderModel(model)
-
-
-def kind_of(model: PreTrainedModel) -> type[TransformersModel]:
-    """The class of the adapter that reads a model as it is now."""
     if model.config.is_encoder_decoder:
-        return EncoderDecoderModel
-    if any(state_modules(model)):
-        return HybridImageModel if reads_images(model) else HybridModel
+        # Check the outermost model, because a wrapper may read its inputs differently from the model inside.
+        if model.config.model_type not in TESTED_FAMILIES:
+            raise ValueError(
+                f"model: of encoder-decoder models Whisper and T5 are supported, got {type(model).__name__}"
+            )
+        return EncoderDecoderModel(model)
+    kind = ImageTextModel if reads_images(model) else TransformersModel
     if rereads_at(model) is not None:
-        return RereadingModel
-    return ImageTextModel if reads_images(model) else TransformersModel
+        kind = RereadingModel
+    if any(state_modules(model)):
+        kind = HybridImageModel if reads_images(model) else HybridModel
+    return kind(model, check=_Check())
 
 
 class _Check:

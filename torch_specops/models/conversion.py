@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -47,17 +46,16 @@ def _is_transformers(model: object) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in kinds) or hasattr(model, "get_base_model")
 
 
-def new_shadow(target: LanguageModel | nn.Module) -> tuple[Any, Any, Callable[[Any], type]] | None:
-    """The transformers model of a target, a `ShadowModel` that has not looked at it, and the function that names the
-    adapter's class of a model; None = the target is not of transformers."""
+def new_shadow(target: LanguageModel | nn.Module) -> tuple[Any, Any] | None:
+    """The transformers model of a target, and a `ShadowModel` that has not looked at it; None = the target is not of
+    transformers."""
     target = getattr(target, "_orig_mod", target)
     if isinstance(target, (LanguageModel, type)) or not _is_transformers(target):
         return None
-    from ..hf.adapter import kind_of
     from ..hf.architecture import unwrapped
     from ..hf.shadow_model import ShadowModel
 
-    return unwrapped(target), ShadowModel(), kind_of
+    return unwrapped(target), ShadowModel()
 
 
 def invariant_forward(model: nn.Module) -> Any:
