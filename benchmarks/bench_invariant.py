@@ -39,6 +39,9 @@ from torch_specops.hf.invariant import FAMILIES
 PIECES = (1, 2, 3, 5, 7)
 BATCH, LENGTH, VOCAB = 16, 640, 199
 SIZES: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 148, "num_hidden_layers": 2, "num_attention_heads": 4}
+# In bfloat16 transformers' own product of experts takes multiples of 8 alone.
+MIXTURE: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "intermediate_size": 152}
+EXPERTS: dict[str, Any] = {"num_experts": 16, "moe_intermediate_size": 40}
 # Windows that are shorter than the texts.
 OWN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 72, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
@@ -48,6 +51,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": SIZES | {"num_key_value_heads": 2, "head_dim": 18, "sliding_window": 33},
     "phi": SIZES | {"partial_rotary_factor": 1.0},
     "gpt_neox": SIZES,
+    "granitemoe": MIXTURE | {"num_experts_per_tok": 3},
+    "mixtral": MIXTURE,
+    "olmoe": MIXTURE | {"num_experts": 16},
+    "qwen2_moe": MIXTURE | EXPERTS | {"shared_expert_intermediate_size": 148},
+    "qwen3_moe": MIXTURE | EXPERTS | {"head_dim": 18},
 }
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
 Record = dict[str, Any]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_specops
@@ -19,7 +20,7 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 # A line of code as wide as the column of text at 1280 pixels.
 COLUMNS = 84
 # Why a block is not run here, as its title says it to readers, and how many there are.
-NOT_RUN = {"needs a download": 5, "needs vLLM": 3, "needs TRL": 1, "needs lm_eval": 1, "takes a minute": 1}
+NOT_RUN = {"needs a download": 5, "needs vLLM": 3, "needs TRL": 2, "needs lm_eval": 1, "takes a minute": 1}
 # Compiling for a CPU takes half a minute, and what Inductor makes of the ops is compared in test_compile.py.
 COMPILED, TRACED = "@torch.compile(fullgraph=True)", '@torch.compile(fullgraph=True, backend="aot_eager")'
 
@@ -116,6 +117,28 @@ def test_lm_eval_gets_the_same_answers(tmp_path: Path, monkeypatch: pytest.Monke
     plain = lm_eval.simple_evaluate(found["lm"], tasks=[task.copy()])
     answers, expected = ([each["resps"] for each in run["samples"]["questions"]] for run in (found["results"], plain))
     assert calls and len(answers) == len(questions) and answers == expected
+
+
+# Of TRL and what it needs.
+@pytest.mark.filterwarnings("ignore")
+def test_log_probabilities_in_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first block they are near the rollouts', and with the second they have the same bits until a step."""
+    trl = pytest.importorskip("trl")
+    compute_loss, found = trl.GRPOTrainer._compute_loss, []
+
+    def compared(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        ids, mask = (
+            torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1) for kind in ("ids", "mask")
+        )
+        is_new = inputs["completion_mask"].bool()
+        logprobs = self._get_per_token_logps_and_entropies(model, ids, mask, is_new.shape[1])[0]
+        assert not inputs["prompt_mask"].all(), "no padding on the left"
+        found.append((logprobs - inputs["sampling_per_token_logps"])[is_new].abs().max().item())
+        return compute_loss(self, model, inputs)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", compared)
+    exec("\n".join(block.text for block in PYTHON if block.title == "needs TRL"), {})
+    assert len(found) == 4 and 0 < max(found[:2]) < 1e-4 and found[2:] == [0, 0]
 
 
 def test_few_blocks_are_not_run_and_those_compile() -> None:

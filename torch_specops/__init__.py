@@ -1,8 +1,8 @@
 """Speculative decoding that is exact, fast and traceable in plain PyTorch.
 
 Importing the package registers `torch.ops.specops.verify_exact` and the other ops, and imports nothing but torch and
-numpy. `torch_specops.hf`, which imports transformers, and `analysis`, `beam`, `inductor`, `reference`, `testing` and
-`vocab_parallel` are loaded at their first use.
+numpy. `torch_specops.hf`, which imports transformers, and `analysis`, `beam`, `inductor`, `plot`, `reference`,
+`testing` and `vocab_parallel` are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ __all__ = [
 __all__ += ops.__all__
 
 
-_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "reference", "testing", "vocab_parallel")
+_LOADED_WHEN_USED = ("analysis", "beam", "hf", "inductor", "plot", "reference", "testing", "vocab_parallel")
 
 
 def __getattr__(name: str) -> ModuleType:
     if name in _LOADED_WHEN_USED:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", "decode", "schedules", *__all__, *_LOADED_WHEN_USED])

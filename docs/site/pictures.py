@@ -1,10 +1,11 @@
 """Draw the README's pictures, for light and for dark pages, and print its table of speeds.
 
     python -m docs.site.pictures
-    python -m docs.site.pictures --record-step
+    python -m docs.site.pictures --record
 
-The speeds are those of result files of `torch-specops bench`. The step is one of the byte-level models that come
-with the package; --record-step takes it anew.
+The speeds are those of result files of `torch-specops bench`. The text is SmolLM2's answer to the default prompt of
+`torch-specops demo`, with prompt lookup, and the step is one of the byte-level models that come with the package.
+--record decodes them again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from benchmarks.markdown_table import table
 
@@ -31,14 +32,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 DATE = "2026-11-26"
 # Inches and points. A phone of 390 pixels shows a picture 358 pixels wide, and its small letters 11 pixels high.
 WIDTH, LARGE, SMALL = 4.4, 12, 10
+# Letters in a line of the text, which fill the width in a monospaced font of size SMALL.
+COLUMNS = 52
 SMOLLM2, BYTES = "SmolLM2-135M, prompt lookup", "byte-level models, K = 4"
 # (target and draft, B, result file); all of a line was measured in turns, and nothing of it was compiled.
 SETTINGS = (
+    (BYTES, 8, "austen-bytes"),
+    (BYTES, 1, "austen-bytes"),
+    (f"{SMOLLM2}: eight prompts", 8, "smollm2"),
     (f"{SMOLLM2}: code to copy", 1, "smollm2"),
     (f"{SMOLLM2}: a story", 1, "smollm2-story"),
-    (f"{SMOLLM2}: eight prompts", 8, "smollm2"),
-    (BYTES, 1, "austen-bytes"),
-    (BYTES, 8, "austen-bytes"),
 )
 # Name of a way to decode, a pattern of the provider's name in the files, colour.
 WAYS = (
@@ -104,7 +107,7 @@ def compiled_text() -> str:
 def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
     figure = Figure(figsize=(WIDTH, 4.1), layout="constrained")
     panels = figure.subplots(3, 1)
-    for panel, record in zip(panels, (records[0], records[3], records[1]), strict=True):
+    for panel, record in zip(panels, [record for record in records if record["batch"] == 1], strict=True):
         speeds = [record[way] for way, *_ in WAYS]
         for place, ((*_, colour), speed) in enumerate(zip(WAYS, speeds, strict=True)):
             panel.barh(-place, speed, color=colour, height=0.72)
@@ -117,6 +120,47 @@ def draw_speeds(records: list[dict[str, Any]], scheme: Scheme) -> None:
         panel.set_xticks([])
         panel.spines[:].set_visible(False)
     save(figure, f"speed{scheme.suffix}.svg")
+
+
+def record_text() -> list[list[str]]:
+    """The pieces of a text: each "accepted", "rejected" (the first draft of a step that the target refused) or "own"
+    (drawn by the target), and its characters."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from torch_specops import SamplingParams, SpeculativeDecoder
+    from torch_specops.cli.loading import smollm2_directory
+    from torch_specops.cli.models import PROMPT, encode
+    from torch_specops.drafts import Draft, PromptLookup
+
+    class Recorded(PromptLookup):
+        def propose(self, *arguments: Any) -> Draft:
+            found = super().propose(*arguments)
+            proposed.append(found.tokens[0].tolist())
+            return found
+
+    proposed: list[list[int]] = []
+    folder = smollm2_directory()
+    tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    decoder = SpeculativeDecoder(target, Recorded(), num_draft_tokens=10, schedule="constant", compile=False)
+    tokens: list[int] = []
+    pieces: list[list[str]] = []
+
+    def add(kind: str, token: int) -> None:
+        before = tokenizer.decode(tokens, skip_special_tokens=True)
+        pieces.append([kind, tokenizer.decode([*tokens, token], skip_special_tokens=True)[len(before) :]])
+
+    steps = decoder.stream(encode(tokenizer, PROMPT), max_new_tokens=256, sampling=SamplingParams(temperature=0.0))
+    for index, step in enumerate(steps):
+        count = step.num_accepted[0]
+        for place, token in enumerate(step.tokens[0]):
+            if place == count < step.num_proposed[0]:
+                add("rejected", proposed[index][count])
+            add("accepted" if place < count else "own", token)
+            tokens.append(token)
+            # The end of the code.
+            if tokenizer.decode(tokens).count("```") == 2:
+                return pieces
+    return pieces
 
 
 @torch.inference_mode()
@@ -188,6 +232,34 @@ def draw_step(step: dict[str, Any], scheme: Scheme) -> None:
     save(figure, f"step{scheme.suffix}.svg")
 
 
+def draw_text(pieces: list[list[str]], scheme: Scheme) -> None:
+    placed, x, y = [], 0, 0
+    for kind, characters in pieces:
+        for line, characters_of_line in enumerate(characters.split("\n")):
+            if line > 0:
+                x, y = 0, y + 1
+            if characters_of_line:
+                placed.append((kind, characters_of_line, x, y))
+                x += len(characters_of_line)
+    names = {"accepted": "accepted draft", "own": "next token", "rejected": "rejected draft"}
+    colours = {"accepted": scheme.accepted, "own": scheme.own, "rejected": scheme.rejected}
+    figure = Figure(figsize=(WIDTH, 0.19 * (y + 3.5)), facecolor="none")
+    panel = figure.add_axes((0, 0, 1, 1))
+    panel.set_xlim(0, COLUMNS)
+    panel.set_ylim(y + 2.6, -0.6)
+    panel.axis("off")
+    legend = [
+        (kind, name, sum(map(len, list(names.values())[:place])) + 2 * place, y + 2)
+        for place, (kind, name) in enumerate(names.items())
+    ]
+    for kind, characters, x, y in (*placed, *legend):
+        panel.add_patch(Rectangle((x, y - 0.5), len(characters), 1, color=colours[kind], alpha=0.22, linewidth=0))
+        panel.text(x, y, characters, color=scheme.ink, fontsize=SMALL, family="monospace", va="center")
+        if kind == "rejected":
+            panel.plot((x, x + len(characters)), (y, y), color=scheme.rejected, linewidth=1)
+    save(figure, f"text{scheme.suffix}.svg")
+
+
 def box(panel: Axes, x: float, y: float, text: str, ink: str, edge: str) -> None:
     shape = FancyBboxPatch((x + 0.12, y - 0.38), 0.76, 0.76, boxstyle="round,pad=0,rounding_size=0.1", fill=False)
     shape.set(edgecolor=edge, linewidth=1.6)
@@ -204,14 +276,16 @@ def save(figure: Figure, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record-step", action="store_true")
-    file = FIGURES / "step.json"
-    if parser.parse_args().record_step:
-        file.write_text(json.dumps(record_step(), indent=2) + "\n")
+    parser.add_argument("--record", action="store_true", help="decode the text and the step again")
+    step, text = FIGURES / "step.json", FIGURES / "text.json"
+    if parser.parse_args().record:
+        step.write_text(json.dumps(record_step(), indent=2) + "\n")
+        text.write_text(json.dumps(record_text(), indent=2) + "\n")
     records = speeds()
     for scheme in (LIGHT, DARK):
         draw_speeds(records, scheme)
-        draw_step(json.loads(file.read_text()), scheme)
+        draw_step(json.loads(step.read_text()), scheme)
+        draw_text(json.loads(text.read_text()), scheme)
     print(speed_table(records))
     print(compiled_text())
 

@@ -122,7 +122,7 @@ def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     row = "a very long c.. 100000.0 t 100000.0 8.50 100000.0 1.00 8.50 100 100 100 100 ="
     assert " ".join(lines[3].split()) == row
     assert " ".join(lines[4].split()) == "b 100000.0 s 50000.0 1.00 50000.0 0.50 1.00 90 80 60 - ~"
-    plot.plot_categories(records + totals, tmp_path / "plot.png")
+    plot.plot_categories(records + totals, "target, draft", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -389,11 +389,19 @@ def test_bench_shows_time_left_and_plots_speeds(target: str, tmp_path: Path, mon
     files = tmp_path / "out.json", tmp_path / "plot.png"
     options = ["--max-new-tokens", "6", "--batch-sizes", "1,2", "--json", str(files[0]), "--plot", str(files[1])]
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}
+    options += ["--draft", "early-exit:1"]
     result = run("bench", "--target", target, "--prompt", TEXT, *options, **terminal)
     assert result.exit_code == 0, result.output
     assert re.search(r"\d:\d\d:\d\d \d:\d\d:\d\d left, T = 0, batch 2, ", re.sub(r"\x1b\[[\d;]*m", "", result.stdout))
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    panels, document = saved[0].axes, json.loads(files[0].read_text())
+    document = json.loads(files[0].read_text())
+    # The acceptance at each place, below the speeds.
+    acceptance, *panels = saved[0].axes
+    assert saved[0].get_suptitle() == f"{target}, draft early-exit:1"
+    assert {line.get_label(): line.get_ydata().tolist() for line in acceptance.lines} == {
+        f"T = 0, batch {size}": of_batch(document, size)["specops"]["acceptance_rate_per_position"] for size in (1, 2)
+    }
+    assert acceptance.bbox.y1 < panels[-1].bbox.y0
     for panel, size in zip(panels, (1, 2), strict=True):
         speeds = {name: row["tokens_per_second"] for name, row in of_batch(document, size).items()}
         assert panel.get_title("left") == f"T = 0, batch {size}"

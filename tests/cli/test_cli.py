@@ -16,6 +16,7 @@ import pytest
 import torch
 import typer
 from marks import slow
+from rich.console import Console
 from tiny_cli import TEXT, bench, demo, row, run, save_model
 from tiny_dflash import BLOCK, save_drafter
 from tiny_dflash import new_head as new_drafter
@@ -28,9 +29,9 @@ from typer.testing import CliRunner, Result
 import torch_specops
 from torch_specops import cli
 from torch_specops.cli import loading, models, options
-from torch_specops.cli.demo import printable
 from torch_specops.cli.greedy import GreedyDifference
 from torch_specops.decode import SpeculativeDecoder, Step, TextPieces
+from torch_specops.decode.view import printable
 
 
 def text_of(result: Result) -> str:
@@ -68,6 +69,18 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     # rich expands tabs.
     assert {character for character in shown if not character.isprintable()} == {"\n"}
     assert "".join(replaced.split()) in "".join(shown.split())
+
+
+def test_nothing_spins_where_pictures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on a terminal, and not on that of a notebook's cell."""
+    for is_terminal, parent, is_shown in ((True, None, True), (True, "1", False), (False, None, False)):
+        monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+        if parent is not None:
+            monkeypatch.setenv("JPY_PARENT_PID", parent)
+        console = Console(file=io.StringIO(), force_terminal=is_terminal)
+        with models.spinner(console, "loading"):
+            pass
+        assert ("loading" in console.file.getvalue()) == is_shown
 
 
 # The demo.

@@ -250,7 +250,8 @@ def test_calls_show_the_same_keywords() -> None:
         parameters = inspect.signature(call).parameters.values()
         return {each.name: (each.default, each.annotation) for each in parameters if each.kind is each.KEYWORD_ONLY}
 
-    stream, streamer = keywords(SpeculativeDecoder.stream), {"streamer": (None, "Streamer | None")}
+    stream = keywords(SpeculativeDecoder.stream)
+    streamer = {"streamer": (None, "Streamer | None"), "progress": (False, "bool")}
     of_decoder = keywords(SpeculativeDecoder.__init__)
     assert keywords(SpeculativeDecoder.generate) == stream | streamer
     own = {name: of_decoder[name] for name in ("num_draft_tokens", "schedule", "verify", "compile", "invariant")}

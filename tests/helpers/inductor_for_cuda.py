@@ -39,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 import torch_specops
+from torch_specops.ops import private
 from torch_specops.ops.attention import attend
 from torch_specops.sampling import Processors
 
@@ -215,7 +216,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], bool
     "processors": (process, processors, False),
     "attention": (partial(attend, scale=128**-0.5), attention, False),
     "uniforms": (partial(torch_specops.uniforms, n=NUM_DRAFTS, stream="accept"), seeds, False),
+    "call": (after_a_product, given("verify_exact", dtype=torch.float32), True),
 }
+# Code with Python calls the ops; AOTInductor inlines them, as in all other cases.
+WITH_PYTHON = {"attention", "call"}
 
 
 def compile_case(name: str) -> dict[str, Any]:
@@ -236,6 +240,7 @@ def compile_case(name: str) -> dict[str, Any]:
     with (
         mock.patch.object(GraphLowering, "codegen", keep),
         mock.patch.object(triton_kernel_wrap.log, "warning") as not_analysed,
+        mock.patch.object(private, "makes_python", return_value=name in WITH_PYTHON),
         mode,
         torch.no_grad(),
     ):
@@ -250,6 +255,7 @@ def compile_case(name: str) -> dict[str, Any]:
     sizes = re.findall(r"empty_strided\w*\(\((.*?)\)", code)
     return {
         "case": name,
+        "calls": len(re.findall(r"= torch\.ops\.specops\.", code)),
         "kernels": len(set(re.findall(r"async_compile\.triton\('(\w+)'", code))),
         "copies_of_logits": sum(str(VOCAB_SIZE) in size for size in sizes),
         # Otherwise Inductor takes every input for an output, and copies it.

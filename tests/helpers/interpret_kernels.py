@@ -7,11 +7,13 @@ words between tabs, and answers each with a line of JSON, {"found": ..} or {"err
     reads
     hashes
     numbers
+    plans
     printf 'ops\\tsample\\tk3,bf16\\t32\\t67\\n' | TRITON_INTERPRET=1 python tests/helpers/interpret_kernels.py
 KIND is "plain" for the cases without top_k, top_p and min_p, "filtered" for those with any of them, or names of cases
 with commas between; after "three rows of " each case has no more of them.
 """
 
+import ctypes
 import functools
 import importlib
 import itertools
@@ -31,10 +33,11 @@ import triton
 import triton.language as tl
 import triton_interpreter
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from torch_specops import testing
 from torch_specops.ops.arguments import Filters, GumbelArguments, VerifyArguments
-from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, sample, stats, uniforms
+from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, plans, sample, stats, uniforms
 from torch_specops.ops.uniforms import STREAMS
 
 FILTERS = {"top_k", "top_p", "min_p"}
@@ -43,22 +46,27 @@ THREE_ROWS = "three rows of "
 
 def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
     """The launcher of an op, given the op's arguments."""
+    if op == "verify_exact":
+        # Both search for the same bounds.
+        with mock.patch.object(stats, "filter_bounds", functools.cache(stats.filter_bounds)):
+            result = run_once(op, args, tile)
+            with mock.patch.object(exact, "EARLY_EXIT_TILES", 1):
+                early = run_once(op, args, tile)
+        assert all(map(torch.equal, early, result)), "not bit for bit the same with early exit"
+        return result
+    return run_once(op, args, tile)
+
+
+def run_once(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
     if op == "sample_gumbel":
         rest = dict(args)
-        given = GumbelArguments(rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(len(args["seeds"]), 0), **rest)
+        given = GumbelArguments(
+            rest.pop("logits").unsqueeze(1), args["seeds"].new_empty(args["seeds"].shape[0], 0), **rest
+        )
         return (gumbel.verify_gumbel(given, tile=tile)[0].squeeze(1),)
     if op.startswith("verify"):
         launcher = getattr(importlib.import_module(f"torch_specops.ops.cuda.{op.removeprefix('verify_')}"), op)
-        given = launcher.__annotations__["args"](**args)
-        if op != "verify_exact":
-            return launcher(given, tile=tile)
-        # Both search for the same bounds.
-        with mock.patch.object(stats, "filter_bounds", functools.cache(stats.filter_bounds)):
-            result = launcher(given, tile=tile)
-            with mock.patch.object(exact, "EARLY_EXIT_TILES", 1):
-                early = launcher(given, tile=tile)
-        assert all(map(torch.equal, early, result)), "not bit for bit the same with early exit"
-        return result
+        return launcher(launcher.__annotations__["args"](**args), tile=tile)
     filters = Filters(**{name: args[name] for name in args.keys() & set(Filters._fields)})
     if op == "sample":
         return sample.sample(args["logits"], args["uniforms"], filters, tile=tile)
@@ -210,14 +218,75 @@ def numbers() -> dict[str, list[list[float]]]:
     return {call: output.tolist() for call, output in found.items()}
 
 
+class Built(CompiledKernel):
+    """What a launch on a device returns, run by the interpreter: it takes addresses for tensors like the first ones."""
+
+    def __init__(self, run: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.interpreted, self.arguments, self.options = run, arguments, options
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *values: self.interpreted[grid](*map(tensor_at, values, self.arguments), **self.options)
+
+
+class Building:
+    """A kernel whose launches return what they built, and run nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: Built(self.kernel, arguments, options)
+
+
+def tensor_at(value: Any, like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        assert (type(value), value) == (type(like), like)
+        return value
+    assert type(value) is int
+    if like.numel() == 0:
+        return like
+    size = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    data = (ctypes.c_byte * (size * like.element_size())).from_address(value)
+    return torch.from_numpy(np.frombuffer(data, np.uint8)).view(like.dtype)
+
+
+def compare_plans() -> dict[str, bool]:
+    """Of each op: has a call on other data, of which the first left a plan, the same result as without plans?"""
+
+    def of_op(op: str, names: tuple[str, ...], *values: Any) -> Any:
+        result = run_once(op, dict(zip(names, values, strict=True)), TILE)
+        return result if len(result) > 1 else result[0]
+
+    calls: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {}
+    for op in op_cases.OPS:
+        for filtered in (False, True) if op == "verify_exact" else (op == "filter_logits",):
+            given = [op_cases.op_arguments(op, 2, 2, seed=seed, filtered=filtered) for seed in (0, 1)]
+            body = functools.partial(of_op, op, tuple(given[0]))
+            calls[f"{op}, filtered: {filtered}"] = body, [tuple(each.values()) for each in given]
+    seeds = torch.tensor(op_cases.NOISE_PLACES).T.contiguous()
+    calls["uniforms"] = uniforms.numbers, [(*seeds, 5, 1), (*(seeds + 1), 5, 1)]
+    attention.RESIDENT_PROGRAMS = 8
+    case = attention_cases.CASES[0]
+    calls["attend"] = attention.attend, [case.arguments() for _ in range(2)]
+    found = {}
+    for name, (body, (first, second)) in calls.items():
+        with mock.patch.object(launch, "wrap_triton", Building):
+            plans.call(body, first)
+        assert plans.plans[plans.key_of(body, second)[0]] is not None, name
+        with testing.poison_memory():
+            got, expected = plans.call(body, second), body(*second)
+        is_one = isinstance(expected, Tensor)
+        found[name] = op_cases.equal((got,), (expected,)) if is_one else op_cases.equal(got, expected)
+    return found
+
+
 def answer(command: str, *rest: str) -> dict[str, Any]:
     try:
         if command == "ops":
             op, kind, tile, *vocab_sizes = rest
             return {"found": compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])}
-        return {
-            "found": {"attention": compare_attention, "reads": reads, "hashes": hashes, "numbers": numbers}[command]()
-        }
+        commands = {"attention": compare_attention, "reads": reads, "hashes": hashes, "numbers": numbers}
+        return {"found": (commands | {"plans": compare_plans})[command]()}
     except Exception:
         return {"error": traceback.format_exc()}
 

@@ -16,6 +16,7 @@ from op_cases import OPS, VERIFY_OPS, WRITTEN, Call, call, empty_arguments
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -64,11 +65,12 @@ def test_export_with_dynamic_sizes(op: str) -> None:
         assert {(int(values.lower), int(values.upper)) for values in ranges} == expected
 
 
-def traced(op: str, given: dict[str, Tensor]) -> torch.fx.GraphModule:
-    """What AOTInductor does first: the op becomes its launches."""
-    return aot_export_joint_simple(
-        lambda *values: call(op, dict(zip(given, values, strict=True))), list(given.values()), trace_joint=False
-    )
+def traced(op: str, given: dict[str, Tensor], to_python: bool = False) -> torch.fx.GraphModule:
+    """What Inductor does first; in code that runs without Python the op becomes its launches."""
+    with V.set_aot_compilation(not to_python):
+        return aot_export_joint_simple(
+            lambda *values: call(op, dict(zip(given, values, strict=True))), list(given.values()), trace_joint=False
+        )
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,15 @@ def test_cuda_graph_writes_outputs_alone(op: str, caplog: pytest.LogCaptureFixtu
         with FakeTensorMode(shape_env=ShapeEnv()), caplog.at_level(logging.WARNING):
             traced(op, arguments(op, "temperature", 1, num_drafts, dtype=torch.float32))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_code_with_python_calls_the_op(op: str) -> None:
+    """Inductor would drop options of launches, and compile and analyse the kernels anew."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        graph = traced(op, arguments(op, "temperature, filters"), to_python=True)
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert [name for name in calls if "getitem" not in name] == [f"specops.{op}.default"]
 
 
 @pytest.mark.parametrize("op", OPS)

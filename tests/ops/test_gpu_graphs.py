@@ -70,9 +70,7 @@ def test_graph_replay_with_fresh_uniforms(given: str) -> None:
 @pytest.mark.parametrize("op, name", [*((op, None) for op in OPS), ("verify_exact", "lse_temperature")])
 @torch._inductor.config.patch({"triton.cudagraph_or_error": True})
 def test_compiled_cuda_branch_in_a_cuda_graph(op: str, name: str | None) -> None:
-    """fullgraph, the kernels inlined, and Inductor's own CUDA graphs, which raise here instead of skipping.
-
-    The launches of a search for filters write into each other's scratch: Inductor must keep their order."""
+    """fullgraph, and Inductor's own CUDA graphs, which raise here instead of skipping."""
     case = case_of(op, TWO_TILES, name)
     compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead", dynamic=False)
     expected = call(case)

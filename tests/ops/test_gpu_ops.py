@@ -158,6 +158,24 @@ def test_bitwise_repeatable(op: str) -> None:
     assert all(equal(first, call(case)) for _ in range(size("repetitions")))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_a_plan_computes_what_a_first_call_does(op: str) -> None:
+    """On other data than those of the call that left it. Triton's interpreter leaves no plan."""
+    from torch_specops.ops.cuda import plans
+
+    case, other = case_of(op, TWO_TILES), case_of(op, TWO_TILES)
+    for x in other.args.values():
+        if isinstance(x, Tensor):
+            x.copy_(x.flip(0))
+    plans.plans.clear()
+    call(case)
+    assert gpu_suite.STAND_IN or all(plan is not None for plan in plans.plans.values())
+    planned = call(other)
+    assert len(plans.plans) == (0 if gpu_suite.STAND_IN else 1)
+    plans.plans.clear()
+    assert equal(planned, call(other))
+
+
 def allocated(call: Callable[[], object]) -> int:
     """The most bytes that it holds at a time."""
     torch.cuda.synchronize()
@@ -168,7 +186,7 @@ def allocated(call: Callable[[], object]) -> int:
 
 
 def test_large_batch_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_specops.ops.cuda import exact, launch
+    from torch_specops.ops.cuda import exact, launch, plans
 
     rows, num_drafts = size("rows and drafts of a large batch")
     arguments = verify_inputs(rows, num_drafts, size("vocabulary of a language model"))
@@ -181,6 +199,8 @@ def test_large_batch_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     for module, name in ((launch, "RESIDENT_PROGRAMS"), (exact, "EARLY_EXIT_TILES")):
         for number in (1, 10**9):
             monkeypatch.setattr(module, name, number)
+            # A plan keeps the numbers of its first call.
+            plans.plans.clear()
             assert equal(torch_specops.verify_exact(**arguments), expected)
 
 

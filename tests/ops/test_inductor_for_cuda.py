@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "inductor_for_cuda.py"
 GROUPS = (
     ("verify_exact", "product", "dynamic batch"),
     ("verify_block", "verify_sigmoid", "verify_gumbel", "sample"),
-    ("filters", "one-hot", "uniforms", "processors", "attention"),
+    ("filters", "one-hot", "uniforms", "processors", "attention", "call"),
 )
 
 
@@ -32,9 +32,10 @@ def test_inductor_compiles_every_kernel(cases: tuple[str, ...]) -> None:
     records = {record["case"]: record for record in map(json.loads, done.stdout.splitlines())}
     assert set(records) == set(cases)
     for name, record in records.items():
-        # Attention stays a call of the op: its kernels would be analysed anew for every layer.
+        assert record["calls"] == (name in ("attention", "call"))
+        # Nothing else is compiled with attention.
         assert (record["kernels"] >= 1) == (name != "attention")
         assert record["knows_what_kernels_write"], name
         # The product is a tensor of its own, which says that a copy would be seen. Processors write into one copy.
         copies = record["copies_of_logits"]
-        assert copies == 1 if name == "processors" else (copies > 0) == (name == "product"), name
+        assert copies == 1 if name == "processors" else (copies > 0) == (name in ("product", "call")), name

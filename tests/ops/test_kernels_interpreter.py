@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import CASES
-from op_cases import NOISE_PLACES, QUICK_RUNS, SLOW_RUNS
+from op_cases import NOISE_PLACES, OPS, QUICK_RUNS, SLOW_RUNS
 
 import torch_specops
 from torch_specops import reference
@@ -73,6 +73,12 @@ def test_the_numbers_are_those_of_a_cpu(interpret: Interpret) -> None:
         stream, n = call.split()
         on_cpu = step_uniforms if stream == "step" else partial(torch_specops.uniforms, stream=stream)
         assert numbers == on_cpu(seeds, positions, int(n)).tolist(), call
+
+
+def test_a_planned_call_computes_the_same(interpret: Interpret) -> None:
+    found = interpret("plans")
+    assert len(found) == len(OPS) + 3
+    assert all(found.values()), found
 
 
 @pytest.mark.slow

@@ -110,6 +110,11 @@ def test_a_right_loop_passes(top_k: int | None) -> None:
     text = str(report)
     assert text.startswith("No bias seen in 40,000 trials. A total variation (TV) of ")
     assert "lossless" not in text
+    assert re.fullmatch(
+        r"LosslessReport\(lossless=True, trials=40000, first_break=None, total_variation<=0.0\d+; "
+        r"print\(\) shows the table\)",
+        repr(report),
+    )
     low, high = min(test.overlap for test in report.tests[:3]), max(test.overlap for test in report.tests[:3])
     assert low < report.beta < high
 
@@ -274,7 +279,7 @@ def test_false_alarms_of_whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stats.kstest([report.tests[index].p_value for report in reports], "uniform").pvalue > 1e-4
 
 
-def test_check_lossless_in_small_batches() -> None:
+def test_check_lossless_in_small_batches(capsys: pytest.CaptureFixture[str]) -> None:
     sizes: list[int] = []
 
     def target(prefixes: Tensor) -> Tensor:
@@ -295,7 +300,10 @@ def test_check_lossless_in_small_batches() -> None:
     small = check_lossless(step, target, batch_size=30, progress=lambda *at: progress.append(at), **options)
     assert max(sizes) == 30
     assert progress[0] == (30, 5000) and progress[-1] == (5000, 5000) and len(progress) == 167
-    assert small == check_lossless(step, target, batch_size=5000, **options)
+    assert small == check_lossless(step, target, batch_size=5000, progress=True, **options)
+    assert "5000/5000" in capsys.readouterr().err
+    with pytest.raises(TypeError, match="progress: expected a function, a bool or None, got <class 'int'>"):
+        check_lossless(step, target, progress=1, **options)
     assert small != check_lossless(step, target, batch_size=5000, **options | {"seed": 5})
 
 

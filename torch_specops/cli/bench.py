@@ -22,7 +22,7 @@ from . import options, results
 from .comparison import Case, Comparison
 from .env import device_name, versions
 from .loading import SMOLLM2
-from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models, num_assisted_tokens
+from .models import PROMPT, PROMPT_LOOKUP, animates, default_num_draft_tokens, encode, load_models, num_assisted_tokens
 from .plot import PLOT_SUFFIXES, plot_categories, plot_providers
 from .prompts import Question, read_questions
 from .providers import ASSISTED, make_providers, refusal
@@ -107,7 +107,7 @@ def bench(
     ] = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the speeds to this .png, .svg or .pdf file."),
+        typer.Option("--plot", metavar="FILE", help="Draw speeds and acceptance to this .png, .svg or .pdf file."),
     ] = None,
 ) -> None:
     """Compare the speed of this package with transformers, on the same models and prompts.
@@ -203,7 +203,7 @@ def bench(
             legend = results.CATEGORIES_LEGEND if by_category else results.PROVIDERS_LEGEND
             results.print_legend(console, legend, records, total)
         if plot_file is not None and records:
-            (plot_categories if by_category else plot_providers)(records + total, plot_file)
+            (plot_categories if by_category else plot_providers)(records + total, f"{target}, draft {draft}", plot_file)
         if json_file is not None:
             chosen = {
                 "prompt": None if by_category else [question.text for question in questions],
@@ -270,7 +270,7 @@ def _run(console: Console, comparison: Comparison, show: Callable[[], None]) -> 
     """Run the comparison with a progress bar, and call `show` after each batch size of each temperature. Returns the
     exception that ended the comparison early, or None."""
     columns = BarColumn(15), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left, {task.description}")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not animates(console)) as progress:
         task = progress.add_task("", total=comparison.cost())
         done = 0.0
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from shlex import quote
@@ -18,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..decode import GenerationOutput, SpeculativeDecoder, Step, TextPieces
+from ..decode.view import printable, spans
 from ..sampling import SamplingParams
 from . import options
 from .greedy import GreedyDifference, verdict, worst_of
 from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
-from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models
+from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models, spinner
 from .speed import Speeds, compare_speeds, use_fast_threads
 
 ACCEPTED, OWN = "bold green", "yellow"
@@ -107,7 +107,7 @@ def demo(
         choose_threads = None
         if threads is None and torch_device.type == "cpu" and present_threads > 1:
             choose_threads = partial(use_fast_threads, models.target, num_draft_tokens)
-            with console.status("trying 1 thread"):
+            with spinner(console, "trying 1 thread"):
                 choose_threads()
         steps = decoder.stream(input_ids, max_new_tokens=max_new_tokens, seed=seed)
         console.print(f"target: {target}")
@@ -124,7 +124,7 @@ def demo(
         if check and temperature == 0 and not interrupted:
             compare = partial(compare_speeds, models.target, decoder, input_ids, output.new_tokens(0))
             try:
-                with console.status("decoding again, with the draft and without it in turns"):
+                with spinner(console, "decoding again, with the draft and without it in turns"):
                     speeds, differences = compare()
                     if speeds is not None and speeds.is_slower:
                         # Compare again: the draft may seem slower by chance, or because another program has taken a
@@ -179,23 +179,13 @@ def _describe(temperature: float, top_k: int, top_p: float, min_p: float) -> str
 
 def _print_steps(console: Console, steps: Iterator[Step], pieces: TextPieces) -> bool:
     """Print the text as it comes. Returns whether Ctrl-C ended it."""
-    # A piece of text is shown as accepted if all of its tokens were accepted.
-    interrupted, all_accepted = False, True
-
-    def show(piece: str) -> None:
-        console.print(Text(printable(piece), style=ACCEPTED if all_accepted else OWN), end="")
-
+    interrupted = False
     try:
-        for step in steps:
-            for index, token in enumerate(step.tokens[0]):
-                all_accepted &= index < step.num_accepted[0]
-                if piece := pieces.push(token):
-                    show(piece)
-                    all_accepted = True
-            console.file.flush()
+        for text, is_accepted in spans(pieces, ((step.tokens[0], step.num_accepted[0]) for step in steps)):
+            console.print(Text(text, style=ACCEPTED if is_accepted else OWN), end="")
     except KeyboardInterrupt:
         interrupted = True
-    show(pieces.end())
+        console.print(Text(printable(pieces.end()), style=OWN), end="")
     console.print("\n")
     return interrupted
 
@@ -233,11 +223,3 @@ def _comparison(
     if verdict(differences) == "near ties":
         return f"identical to plain greedy decoding but for near ties at {extent}: {worst}"
     return f"DIFFERENT from plain greedy decoding at {extent}; the worst: {worst}"
-
-
-def printable(text: str) -> str:
-    """Replace every control character but newline and tab by U+FFFD, because a model may emit escape sequences."""
-    return "".join(
-        "\ufffd" if unicodedata.category(character) == "Cc" and character not in "\n\t" else character
-        for character in text
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -118,12 +119,12 @@ def load_models(
         if not name:
             raise ValueError(f"draft: expected a folder or a hub id after {draft!r}")
         check_hub("draft", name)
-    with console.status("loading transformers"):
+    with spinner(console, "loading transformers"):
         import_transformers()
     if SMOLLM2 in (target, draft) and not smollm2_is_converted():
         message = f"converting the weights of {SMOLLM2} (once, about 30 s)"
         console.print(message)
-        with console.status(message):
+        with spinner(console, message):
             smollm2_directory()
     with _loading(console, target):
         model, tokenizer = load_model(target, device, "target"), load_tokenizer(target, "target")
@@ -133,6 +134,16 @@ def load_models(
         # transformers has no such draft, so compare with the other draft alone.
         models = replace(models, draft=LookupElse(models.draft)) if looks_up_first else models
         return models, tokenizer
+
+
+def animates(console: Console) -> bool:
+    """Whether spinners and bars can move. A cell of a notebook shows each of their pictures in a new line, although its
+    commands run in a terminal; Jupyter sets JPY_PARENT_PID for them."""
+    return console.is_terminal and "JPY_PARENT_PID" not in os.environ
+
+
+def spinner(console: Console, text: str) -> AbstractContextManager[object]:
+    return console.status(text) if animates(console) else nullcontext()
 
 
 def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> Models:
@@ -192,7 +203,7 @@ def _loading(console: Console, name: str) -> AbstractContextManager[object]:
     """Show a spinner while files are read, but not for a download, because the spinner would hide its progress bars."""
     is_here = name in (INT8, OWN_MTP) or name.startswith(NGRAM)
     is_here = is_here or is_folder(name.partition(":")[2] if name.startswith(tuple(PUBLISHED)) else name)
-    return console.status(f"loading {name}") if is_here else nullcontext()
+    return spinner(console, f"loading {name}") if is_here else nullcontext()
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> Tensor:

@@ -371,6 +371,8 @@ class Batch:
             else:
                 row.tokens += tokens[index]
                 row.ended = finished[index]
+                if tokens[index]:
+                    row.steps.append((len(tokens[index]), num_accepted[index], num_proposed[index]))
         num_new = list(map(len, tokens))
         self.stats.add(num_new, num_accepted, num_proposed)
         if self._logits is not None:
@@ -428,6 +430,7 @@ class Batch:
             logprobs=up_to_end(state.logprobs, math.nan),
             finish_reasons=[row.reason for row in rows],
             top_logprobs=None if top_tokens is None or top_values is None else TopLogprobs(top_tokens, top_values),
+            steps=[list(row.steps) for row in rows],
         )
 
 

@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from .. import checks, schedules
-from ..drafts import AnyDraft
-from ..drafts.model import as_draft_source
+from ..drafts import AnyDraft, DraftSource
+from ..drafts.model import ModelDraft, as_draft_source
 from ..models.base import LanguageModel
 from ..models.conversion import as_language_model
+from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch, KeptLogits
@@ -33,7 +34,7 @@ from .inputs import (
 )
 from .keywords import refuse_unknown
 from .models import check_pair
-from .output import GenerationOutput, GenerationStats, Step, Streamer, streamer_calls
+from .output import GenerationOutput, GenerationStats, Step, Streamer, shortened, streamer_calls
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
 from .session import Completions, Session
@@ -156,6 +157,11 @@ class SpeculativeDecoder:
         # Leave out the newest batch or session, because its locks, handles, rules and grammars need not be picklable.
         return vars(self) | {"_newest": None}
 
+    def __repr__(self) -> str:
+        parts = {"target": _kind(self.target), "draft": _kind(self.draft), "verify": self._compiled_steps.verify.op}
+        chosen = {"schedule": type(self._schedule).__name__, "num_draft_tokens": max(self._schedule.buckets)}
+        return shortened("SpeculativeDecoder", **parts, **chosen, compiled=self.compiled)
+
     @property
     def compiled(self) -> bool:
         """True if steps are compiled or captured. They stay so unless a model can no longer be compiled."""
@@ -176,6 +182,7 @@ class SpeculativeDecoder:
         input_ids: PromptIds,
         *,
         streamer: Streamer | None = None,
+        progress: bool = False,
         attention_mask: AttentionMask = None,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling = None,
@@ -199,6 +206,7 @@ class SpeculativeDecoder:
                 array [B, P], padded on either side. For an encoder-decoder model, the decoder's prompts.
             streamer: called with every `Step`; or an object with `put` and `end` for a batch of one (transformers),
                 whose `end` is called even after an error.
+            progress: show a progress bar with the tokens per second (tqdm).
             attention_mask: [B, P], 1 for tokens and 0 for padding, or a list for a list of prompts; None = no padding,
                 with a warning if some rows of a tensor look padded.
             max_new_tokens: the most tokens to emit, one number or [B], >= 0.
@@ -252,7 +260,7 @@ class SpeculativeDecoder:
             tokenizer=tokenizer,
             grammar=grammar,
         )
-        return self.run(input_ids, arguments, streamer)
+        return self.run(input_ids, arguments, streamer, progress=progress)
 
     def run(
         self,
@@ -262,14 +270,21 @@ class SpeculativeDecoder:
         row_rules: Sequence[RowRule] = (),
         batch_rules: BatchRules | None = None,
         logits: KeptLogits | None = None,
+        progress: bool = False,
     ) -> GenerationOutput:
         """`generate` with additional rules that end rows, and with an object that receives the target's logits."""
+        checks.check_bool("progress", progress)
         with self._guard.working():
             batch, stream = self._begin(input_ids, arguments, row_rules, batch_rules, logits)
             put, end = streamer_calls(streamer, input_ids, len(batch.rows))
+            num_known = sum(row.length for row in batch.rows)
             try:
-                for step in self._steps(batch, stream):
-                    put(step)
+                with progress_bar(progress, None, " tokens") as bar:
+                    for step in self._steps(batch, stream):
+                        put(step)
+                        if bar is not None:
+                            bar.total = sum(row.length if row.finished else row.limit for row in batch.rows) - num_known
+                            bar.update(sum(map(len, step.tokens)))
             finally:
                 end()
             output = batch.output()
@@ -398,6 +413,7 @@ class SpeculativeDecoder:
             TypeError, ValueError: a wrong argument, by name.
         """
         refuse_unknown("SpeculativeDecoder.generate_many", unknown)
+        checks.check_bool("progress", progress)
         if isinstance(requests, (Request, str)) or not isinstance(requests, Iterable):
             raise TypeError(f"requests: expected an iterable of Request, got {type(requests)}")
         batch_size = checks.check_int("batch_size", batch_size, 1)
@@ -460,3 +476,10 @@ class _Steps(Iterator[Step]):
             step = self._batch.step()
         self._is_whole = True
         return step
+
+
+def _kind(part: LanguageModel | DraftSource | None) -> str | None:
+    """The name of the class, for a model of transformers that of the model."""
+    part = part.model if type(part) is ModelDraft else part
+    part = getattr(part, "model", part) if isinstance(part, LanguageModel) else part
+    return None if part is None else type(part).__name__

@@ -33,6 +33,7 @@ def generate(
     compile: bool | str = "auto",
     invariant: bool = False,
     streamer: Streamer | None = None,
+    progress: bool = False,
     attention_mask: AttentionMask = None,
     max_new_tokens: int | Sequence[int] = 128,
     sampling: Sampling = None,
@@ -84,6 +85,7 @@ def generate(
         return decoder.generate(
             input_ids,
             streamer=streamer,
+            progress=progress,
             attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
             sampling=sampling,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from reprlib import Repr
 from typing import Any, NamedTuple
 
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from .pieces import CONTEXT
 from .planning import PlannedStep
+from .view import View, ViewRow, beginning, view
 
 # Cut long lists in a `repr`, because lists with an entry per row may have hundreds of entries.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxstring, _SHORT.maxother = 200, 400
+# What a row did in a step: the numbers of emitted tokens, accepted drafts and verified drafts.
+StepCounts = tuple[int, int, int]
 
 
 def shortened(name: str, **values: object) -> str:
@@ -24,9 +28,14 @@ def shortened(name: str, **values: object) -> str:
     return f"{name}({', '.join(f'{key}={_SHORT.repr(value)}' for key, value in values.items())})"
 
 
+def acceptance_of(steps: list[StepCounts]) -> float | None:
+    num_proposed = sum(proposed for *_, proposed in steps)
+    return sum(accepted for _, accepted, _ in steps) / num_proposed if num_proposed else None
+
+
 @dataclass(frozen=True)
 class Step:
-    """One round of drafting and verifying, for every row of the batch.
+    """One round of drafting and verifying, for every row of the batch. A notebook shows it as `show` does.
 
     Args:
         tokens: the tokens that each row emitted: accepted drafts, then the next token. The tokens are cut after an eos
@@ -42,6 +51,25 @@ class Step:
     num_proposed: list[int]
     finished: list[bool]
     seconds: float
+
+    def show(self, tokenizer: Any = None) -> View:
+        """What each row emitted, as `GenerationOutput.show` shows it, but decoded without the text before it.
+
+        Examples:
+            >>> from torch_specops.decode import Step
+            >>> Step([[5, 6]], [1], num_proposed=[3], finished=[False], seconds=0.1).show()
+            row 0: 1 of 3 drafts accepted
+             5[ 6]
+        """
+        return view(tokenizer, self._rows())
+
+    def _rows(self) -> Iterator[ViewRow]:
+        rows = zip(self.tokens, self.num_accepted, self.num_proposed, strict=True)
+        for row, (tokens, accepted, proposed) in enumerate(rows):
+            yield f"row {row}: {accepted} of {proposed} drafts accepted", [(tokens, accepted)], (), ()
+
+    def _repr_html_(self) -> str:
+        return beginning(self._rows())
 
 
 class TopLogprobs(NamedTuple):
@@ -147,7 +175,7 @@ class GenerationStats:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GenerationOutput:
-    """Finished sequences.
+    """Finished sequences. A notebook shows them as `show` does, with the numbers of tokens.
 
     Args:
         sequences: [B, L] int64: the prompt without its padding, the new tokens with their eos, then pad_token_id. New
@@ -162,6 +190,8 @@ class GenerationOutput:
         top_logprobs: the most likely tokens at the position of every new token; None if not asked for.
         finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
+        steps: what each row did in its steps: a list of (tokens, accepted drafts, verified drafts), before a rule cut
+            tokens at the end of the row.
 
     Examples:
         >>> import torch, torch_specops
@@ -182,6 +212,7 @@ class GenerationOutput:
     logprobs: Tensor | None = None
     finish_reasons: list[str | None] = field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
+    steps: list[list[StepCounts]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         values: dict[str, object] = {
@@ -216,6 +247,46 @@ class GenerationOutput:
             is_longer = whole.startswith(prompt)
             texts.append(whole[len(prompt) :] if is_longer else tokenizer.decode(tokens, **arguments))
         return texts
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Accepted drafts / verified drafts of each row, as in `stats.acceptance_rate`; None without drafts."""
+        return list(map(acceptance_of, self.steps))
+
+    def show(self, tokenizer: Any = None) -> View:
+        """The new text of every row, with accepted drafts and the target's own tokens apart. Rejected drafts are
+        counted and not shown, because the loop does not keep them.
+
+        Args:
+            tokenizer: as in `texts`; None = show the numbers of the tokens.
+
+        Returns:
+            A string, with the target's own tokens in brackets, which a notebook shows in colours. A character of
+            several tokens is an accepted draft if all of them were.
+
+        Examples:
+            >>> import torch, torch_specops
+            >>> output = torch_specops.GenerationOutput(
+            ...     sequences=torch.tensor([[5, 6, 7, 8, 9]]), prompt_lengths=torch.tensor([1]),
+            ...     lengths=torch.tensor([5]), stats=None, finish_reasons=["length"], steps=[[(3, 2, 4), (1, 0, 4)]])
+            >>> output.show()
+            row 0: 4 tokens in 2 steps, 2 of 8 drafts accepted, ended by length
+             6 7[ 8 9]
+        """
+        return view(tokenizer, self._rows())
+
+    def _rows(self) -> Iterator[ViewRow]:
+        for row, (steps, reason) in enumerate(zip(self.steps, self.finish_reasons, strict=True)):
+            tokens, prompt = self.new_tokens(row), self.sequences[row, : int(self.prompt_lengths[row])].tolist()
+            accepted, proposed = (sum(counts[kind] for counts in steps) for kind in (1, 2))
+            title = f"row {row}: {len(tokens)} tokens in {len(steps)} steps, {accepted} of {proposed} drafts accepted"
+            title += "" if reason is None else f", ended by {reason}"
+            left = iter(tokens)
+            text = [(list(islice(left, count)), num_accepted) for count, num_accepted, _ in steps]
+            yield title, text, prompt, tokens[-1:] if reason == "eos" else ()
+
+    def _repr_html_(self) -> str:
+        return beginning(self._rows())
 
 
 class RecordReader:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..models import LanguageModel
 from ..sampling import SamplingParams
 from .inputs import Prompts, Sampling, Seed, as_prompt, read_prompts
 from .keywords import refuse_unknown
-from .output import TopLogprobs, shortened
+from .output import StepCounts, TopLogprobs, acceptance_of, shortened
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -117,6 +117,7 @@ class Completion:
         finish_reason: "eos", "length", "stop" (a stop string), "time" (`max_time`), "cancelled" or "error".
         error: why the request was refused or ended early; None = it ended normally or was cancelled.
         top_logprobs: the most likely tokens [n, N] at the position of every new token; None if not asked for.
+        steps: the steps of the request: (tokens, accepted drafts, verified drafts).
 
     Examples:
         >>> import torch, torch_specops
@@ -133,6 +134,12 @@ class Completion:
     finish_reason: str
     error: str | None = None
     top_logprobs: TopLogprobs | None = None
+    steps: list[StepCounts] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts / verified drafts; None without drafts."""
+        return acceptance_of(self.steps)
 
     def __repr__(self) -> str:
         values = {
@@ -181,6 +188,7 @@ class Handle:
         self.deadline = math.inf
         self.is_cancelled = False
         self.new_tokens: list[int] = []
+        self.steps: list[StepCounts] = []
         self.completion: Completion | None = None
         self._cancel = cancel
         self._changed = threading.Condition()
@@ -271,9 +279,11 @@ class Handle:
         tokens so far."""
         self._cancel(self)
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int], num_accepted: int, num_proposed: int) -> None:
         with self._changed:
             self.new_tokens += tokens
+            if tokens:
+                self.steps.append((len(tokens), num_accepted, num_proposed))
         self.wake()
 
     def free_inputs(self) -> None:

@@ -31,6 +31,7 @@ class Row:
         ended: whether the sequence gets no more tokens.
         reason, error: why the sequence ended; set once all of its tokens are released.
         tokens: the new tokens.
+        steps: the number of tokens, accepted drafts and verified drafts of each step, before rules cut tokens.
         num_released: how many new tokens are final, so that no rule can cut them.
         is_stopped: whether a rule has ended the sequence.
         grammar_error: the number of new tokens after which the grammar has a dead end, and why; None = no dead end was
@@ -46,6 +47,7 @@ class Row:
     reason: str | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
     num_released: int = 0
     is_stopped: bool = False
     grammar_error: tuple[int, str] | None = None

@@ -7,16 +7,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..models.base import readable_length
+from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..schedules import Schedule
 from .batch import Batch
@@ -340,7 +339,7 @@ class Session:
         for row, handle in enumerate(self._rows):
             if handle is None:
                 continue
-            handle.add(step.tokens[row])
+            handle.add(step.tokens[row], step.num_accepted[row], step.num_proposed[row])
             if step.finished[row]:
                 ended = self._batch.rows[row]
                 self._end(handle, ended.reason or "error", ended.error)
@@ -381,6 +380,7 @@ class Session:
                 reason,
                 handle.prompt if isinstance(handle.prompt, str) else error,
                 top if self._top_logprobs else None,
+                handle.steps,
             )
             # Wake waiting threads first, so that an interrupt in the lines below does not leave them waiting.
             handle.end(completion)
@@ -406,13 +406,8 @@ class Completions(Iterator[Completion]):
 def _completions_of(
     session: Session, requests: Iterable[Request | Tensor | Sequence[int]], progress: bool
 ) -> Iterator[Completion | RuntimeError]:
-    bar: Any = nullcontext()
-    if progress:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-        bar = tqdm(total=len(requests) if isinstance(requests, Collection) else None, unit=" requests")
-    remaining = iter(requests)
-    with session, bar:
+    remaining, total = iter(requests), len(requests) if isinstance(requests, Collection) else None
+    with session, progress_bar(progress, total, " requests") as bar:
         while True:
             for request in islice(remaining, max(session.num_free, 0)):
                 session.submit(request)
@@ -430,7 +425,7 @@ def _completions_of(
                 yield error
                 continue
             for completion in completions:
-                if progress:
+                if bar is not None:
                     bar.set_postfix_str(f"{session.stats.tokens_per_second:.1f} tokens/s", refresh=False)
                     bar.update()
                 yield completion

@@ -7,7 +7,7 @@ pieces and compared with the same tokens read at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -33,19 +33,25 @@ FAMILIES = {
     "gpt2",
     "gpt_neox",
     "granite",
+    "granitemoe",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
+    "olmoe",
     "opt",
     "phi",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
     "stablelm",
     "starcoder2",
 }
 DTYPES = (torch.float32, torch.bfloat16)
+WEIGHTS = ("weight", "gate_up_proj", "down_proj")
 # Modules without children that compute token by token as they are: these classes and containers, and classes of
 # transformers whose names end like this.
 AS_THEY_ARE = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
@@ -54,6 +60,7 @@ ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.
 # The check reads successive pieces of this many tokens.
 PIECES = (1, 2, 3, 5, 7)
 
+Forward = Callable[..., Any]
 # Architectures that passed the check, with the code of their modules and torch's settings.
 _passed: set[Hashable] = set()
 
@@ -90,8 +97,9 @@ def _why_not(module: nn.Module) -> str | None:
     kind = type(module)
     if "forward" in vars(module) or is_foreign(kind):
         return "has a forward of another package, or one that was set on it, which was not compared"
-    if kind in (nn.Linear, Conv1D):
-        if type(module.weight) is not nn.Parameter or module.weight.dtype not in DTYPES:
+    if _forward_of(kind) not in (None, _activation):
+        weights = [getattr(module, name) for name in WEIGHTS if hasattr(module, name)]
+        if any(type(weight) is not nn.Parameter or weight.dtype not in DTYPES for weight in weights):
             return "is quantised: expected weights in float32 or bfloat16"
         return None
     is_known = kind in AS_THEY_ARE or (kind.__name__.endswith(ENDINGS) and kind.__module__.startswith("transformers."))
@@ -114,14 +122,51 @@ def _activation(module: nn.Module, x: Tensor) -> Tensor:
     return invariant.pointwise(partial(type(module).forward, module), x)
 
 
+def _router(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    return invariant.by_rows(partial(type(module).forward, module), x, module.weight)
+
+
+def _experts(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """x [N, I], the experts [N, k] that each token chose, and their weights [N, k]. What they give a token is added in
+    the order of the experts, which depends on the token alone."""
+    output = torch.zeros_like(x, dtype=torch.float32)
+    # The gradient of each slice would be as large as the weights of all experts.
+    ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        hidden = module._apply_gate(invariant.linear(x[tokens], ups[expert]))
+        found = invariant.linear(hidden, downs[expert]).float() * weights[tokens, places, None]
+        output.index_add_(0, tokens, found)
+    return output.to(x.dtype)
+
+
+def _with_shared_expert(module: Any, x: Tensor) -> Any:
+    rows = x.flatten(0, -2)
+    _, weights, chosen = module.gate(rows)
+    gates = invariant.pointwise(torch.sigmoid, module.shared_expert_gate(rows))
+    return (module.experts(rows, chosen, weights) + gates * module.shared_expert(rows)).view_as(x)
+
+
 # The class of a module -> its forward in the copy.
-FORWARDS = dict.fromkeys(ACTIVATIONS, _activation) | {nn.Linear: _linear, Conv1D: _conv1d}
+FORWARDS: dict[type, Forward] = dict.fromkeys(ACTIVATIONS, _activation) | {nn.Linear: _linear, Conv1D: _conv1d}
+# The same for the classes of transformers whose names end like this.
+EXPERTS: dict[str, Forward] = {
+    "TopKRouter": _router,
+    "Experts": _experts,
+    "Qwen2MoeSparseMoeBlock": _with_shared_expert,
+}
+
+
+def _forward_of(kind: type) -> Forward | None:
+    if kind in FORWARDS or not kind.__module__.startswith("transformers."):
+        return FORWARDS.get(kind)
+    return next((forward for ending, forward in EXPERTS.items() if kind.__name__.endswith(ending)), None)
 
 
 def exchange(copy: nn.Module) -> None:
     """Exchange the forwards of modules in a model's copy (`ShadowModel`)."""
     for module in copy.modules():
-        if (forward := FORWARDS.get(type(module))) is not None:
+        if (forward := _forward_of(type(module))) is not None:
             vars(module)["forward"] = MethodType(forward, module)
 
 

@@ -37,10 +37,14 @@ class InvariantForward:
         order = is_padding.long().argsort(stable=True)
         if torch.equal(order, torch.arange(order.shape[1], device=order.device).expand_as(order)):
             return self._adapter.prepared(input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        if arguments.get("logits_to_keep"):
-            raise ValueError("logits_to_keep: expected 0 with padding on the left")
+        keep = arguments.pop("logits_to_keep", 0)
+        if not isinstance(keep, int):
+            raise ValueError(f"logits_to_keep: expected an int with padding on the left, got {type(keep).__name__}")
+        places = order.argsort(1)[:, -keep:]
+        # The places to keep may begin earlier in a text that was moved.
+        first = int(places.min())
         moved = {"input_ids": input_ids.gather(1, order), "attention_mask": attention_mask.gather(1, order)}
-        output = self._adapter.prepared(**moved, **arguments)
+        output = self._adapter.prepared(**moved, **arguments, logits_to_keep=order.shape[1] - first)
         rows = torch.arange(len(order), device=order.device).unsqueeze(1)
-        output.logits = output.logits[rows, order.argsort(1)]
+        output.logits = output.logits[rows, places - first]
         return output

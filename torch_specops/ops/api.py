@@ -3,7 +3,7 @@
 A public function packs its arguments into one object (`arguments.py`), checks that each is a plain tensor or a number,
 and calls the op. The op checks shapes, dtypes and ranges, and then calls the code for its device. For CPU tensors this
 is `cpu/`, whose dense form Inductor inlines and fuses. For CUDA tensors it is the Triton launchers in `cuda/`, which
-`torch.compile` and AOTInductor inline as kernels.
+AOTInductor inlines as kernels.
 
 Under Dynamo the public functions make all checks themselves. If an op raised while it is traced, Dynamo would wrap the
 error in pages of other output. If a public function raises, Dynamo breaks the graph instead, and the eager call raises

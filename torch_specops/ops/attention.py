@@ -77,7 +77,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: 
     return torch.ops.specops.attend.default(queries, keys, values, spans, scale)
 
 
-@register_op(attend, is_opaque=lambda **_: True, opaque_on_cuda=True)
+@register_op(attend, is_opaque=lambda **_: True)
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float) -> Tensor:
     _check(queries, keys, values, spans)
     if queries.device.type == "cuda":

@@ -56,7 +56,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: with this weight, a row's bits depend on the number of rows, whichever are tried.
     """
+    rows = x.reshape(-1, x.shape[-1])
+    sizes = _linear_sizes(rows.shape[0], weight, bias)
+    output = _in_parts(lambda part: F.linear(part, weight, bias), rows, sizes)
+    return output.view(*x.shape[:-1], weight.shape[0])
 
+
+def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Apply a function of rows [R, I] that is a product with `weight` [O, I] and then works row by row.
+
+    Raises:
+        RuntimeError: as `linear` does.
+    """
+    count = rows.shape[0]
+    sizes = _linear_sizes(count, weight, None)
+    parts = map(function, F.pad(rows, (0, 0, 0, max(sum(sizes) - count, 0))).split(sizes))
+    return tuple(torch.cat(outputs)[:count] for outputs in zip(*parts, strict=True))
+
+
+def _linear_sizes(count: int, weight: Tensor, bias: Tensor | None) -> list[int]:
     def sample() -> Sample:
         some = _cancelling(min(weight.shape[0], 512), weight.shape[1], 1)
         copies = torch.empty_like(weight).copy_(some.repeat(-(-weight.shape[0] // 512), 1)[: weight.shape[0]])
@@ -64,13 +82,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = _cancelling(REFERENCE, weight.shape[1], -1).to(weight.dtype)
         return rows, F.linear(rows, copies, zeros), lambda given: F.linear(given, copies, zeros)
 
-    rows = x.reshape(-1, x.shape[-1])
     kind = "linear", weight.shape, weight.stride(), weight.dtype, bias is None
-    sizes = _sizes(rows.shape[0], kind, sample)
+    sizes = _sizes(count, kind, sample)
     if sizes is None:
         raise RuntimeError(f"invariant: on this machine products with {list(weight.shape)} weights {NONE_AGREES}")
-    output = _in_parts(lambda part: F.linear(part, weight, bias), rows, sizes)
-    return output.view(*x.shape[:-1], weight.shape[0])
+    return sizes
 
 
 def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ bodies: dict[str, Callable[..., Any]] = {}
 
 
 def register_op(
-    public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False, opaque_on_cuda: bool = False
+    public: Callable[..., Any], is_opaque: Callable[..., bool] = lambda **_: False
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the body of `torch.ops.specops.<name>`, with the name and the signature of `public`.
     Returns the function that `public` calls. In an eager call on a CPU, that function calls the body directly, which
@@ -32,9 +32,8 @@ def register_op(
 
     Args:
         is_opaque: a function of the op's arguments, passed by name. If it returns True, compiled code on a CPU calls
-            the op instead of inlining its body. AOTInductor always inlines the body, because its code runs without
-            Python.
-        opaque_on_cuda: True = compiled code on CUDA calls the op instead of inlining its body.
+            the op instead of inlining its body. Compiled code on CUDA always calls the op. AOTInductor always inlines
+            the body, because its code runs without Python.
     """
 
     parameters = inspect.signature(public).parameters
@@ -46,10 +45,11 @@ def register_op(
             # raise an error that names it.
             if args[0] is None or args[0].device.type != "cuda":
                 return body(*args)
-            # Set the device, because Triton launches on the current device. Launch directly, which takes a tenth of the
-            # time of a launch through `wrap_triton`.
-            with torch.cuda.device(args[0].device), private.launching_directly():
-                return body(*args)
+            from .cuda import plans
+
+            # Set the device, because Triton launches on the current device.
+            with torch.cuda.device(args[0].device):
+                return plans.call(body, args)
 
         def call(*args: Any) -> Any:
             tensors = [x for x in args if isinstance(x, Tensor)]
@@ -68,7 +68,7 @@ def register_op(
             opaque or the program is exported."""
             named = dict(zip(parameters, args, strict=False)) | kwargs
             device = next(iter(named.values())).device.type
-            opaque = is_opaque(**named) if device == "cpu" else opaque_on_cuda and device == "cuda"
+            opaque = is_opaque(**named) if device == "cpu" else device == "cuda"
             if not private.inlines_ops() or (private.makes_python() and opaque):
                 return mode.__torch_dispatch__(op, types, args, kwargs)
             if not all(kind is Tensor or issubclass(kind, private.TRACED) for kind in types):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import reference
 from ..checks import check_int, is_number
+from ..progress import progress_bar
 from ..sampling import SamplingParams
 from .markov import MarkovModel
 from .report import EngineReport, LosslessReport
@@ -41,7 +42,7 @@ def check_lossless(
     batch_size: int = 8192,
     significance: float = 1e-4,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> LosslessReport:
     """Test whether the tokens that a decoding loop emits have the target's distribution. Pearson's chi-square test is
     applied to the token at each position, given the tokens before it, and to all `num_tokens` tokens jointly.
@@ -72,7 +73,7 @@ def check_lossless(
             sequences at once.
         significance: in (0, 1), an upper bound of the probability that any test rejects a lossless loop.
         seed: in [0, 2**32); the same seed gives the same trials, whatever the batch size.
-        progress: called as `progress(done, trials)` after each batch.
+        progress: called as `progress(done, trials)` after each batch; True shows a progress bar (tqdm).
 
     Raises:
         TypeError: an argument or the result of a function has the wrong type.
@@ -144,7 +145,7 @@ def check_engine(
     batch_size: int = 1000,
     significance: float = 1e-4,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     same_text_as: GenerateFn | None = None,
 ) -> EngineReport:
     """Test whether an engine's tokens have the target's distribution, as `check_lossless` does, at each of several
@@ -169,7 +170,7 @@ def check_engine(
             than settings, prompts are repeated.
         trials: the number of sequences for each setting, >= 100.
         batch_size: the number of trials of each setting in one call.
-        progress: called as `progress(done, requests)` after each call.
+        progress: called as `progress(done, requests)` after each call; True shows a progress bar (tqdm).
         same_text_as: the same engine with another draft, another number of drafts, or no draft. Use it for an engine
             whose tokens should depend only on request and seed, as in this package with `verify="gumbel"`. This
             second engine gets the requests of each call in reverse order, and must return the same tokens.
@@ -246,25 +247,30 @@ def _as_rows(name: str, rows: Sequence[Sequence[int]] | Tensor, num_tokens: int)
 
 
 def _sample(
-    name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | None
+    name: str, call: Call, laws: Laws, seeds: Tensor, batch_size: int, repeated: str, progress: Progress | bool | None
 ) -> tuple[Tensor, float | None]:
     """Call the loop or engine for all seeds [trials, S]. Returns the tokens [trials, S, T] int64, negative where none
     was emitted, and the number of accepted drafts divided by reached drafts. If a call repeats the tokens of the first
     call, an error is raised, and `repeated` is the end of its message."""
     batches: list[Tensor] = []
     num_accepted = num_reached = 0
-    for batch in seeds.split(batch_size):
-        tokens, accepted, reached = _read_tokens(name, call(batch), batch.numel(), len(laws), laws[0].shape[1])
-        tokens = tokens.view(*batch.shape, len(laws))
-        # Raise only if the rows of a batch differ enough. If they hardly differ, one outcome is nearly certain, and two
-        # batches may be equal by chance.
-        if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
-            raise ValueError(f"{name}: expected {repeated}")
-        batches.append(tokens)
-        num_accepted += accepted
-        num_reached += reached
-        if progress is not None:
-            progress(sum(map(len, batches)) * seeds.shape[1], seeds.numel())
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise TypeError(f"progress: expected a function, a bool or None, got {type(progress)}")
+    with progress_bar(progress is True, seeds.numel(), " trials") as bar:
+        for batch in seeds.split(batch_size):
+            tokens, accepted, reached = _read_tokens(name, call(batch), batch.numel(), len(laws), laws[0].shape[1])
+            tokens = tokens.view(*batch.shape, len(laws))
+            # Raise only if the rows of a batch differ enough. If they hardly differ, one outcome is nearly certain, and
+            # two batches may be equal by chance.
+            if batches and torch.equal(tokens, batches[0]) and (tokens != tokens[:1]).any(-1).double().mean() > 0.1:
+                raise ValueError(f"{name}: expected {repeated}")
+            batches.append(tokens)
+            num_accepted += accepted
+            num_reached += reached
+            if bar is not None:
+                bar.update(batch.numel())
+            elif callable(progress):
+                progress(sum(map(len, batches)) * seeds.shape[1], seeds.numel())
     return torch.cat(batches), num_accepted / num_reached if num_reached else None
 
 

@@ -104,7 +104,7 @@ class Report(ABC):
         return "\n".join([verdict, "", *table, "", *legend, *remarks])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LosslessReport(Report):
     """The result of `check_lossless`. Its truth value is True if no test rejects, and `str` returns a table. Even then
     there may be a bias below the `detectable_total_variation` of the tests. A bias above their `total_variation_bound`
@@ -141,6 +141,11 @@ class LosslessReport(Report):
     def first_break(self) -> int | None:
         """The first position whose test rejects; None if there is none."""
         return next((test.position for test in self.broken), None)
+
+    def __repr__(self) -> str:
+        most = max(test.total_variation_bound for test in self.tests)
+        numbers = f"trials={self.trials}, first_break={self.first_break}, total_variation<={most:.3g}"
+        return f"LosslessReport(lossless={self.lossless}, {numbers}; print() shows the table)"
 
     def __str__(self) -> str:
         if self.lossless:

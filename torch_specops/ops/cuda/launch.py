@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from .. import private
+from . import plans
 
 # Tiles are smaller in a small batch, so that there are at least FEW_PROGRAMS programs where possible.
 MAX_TILE = 4096
@@ -63,7 +64,8 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], num_warps: i
         arguments = [values[name] for name in kernel.arg_names]
         # While a launch is traced, torch compiles the kernel without these options, so set them as Triton's defaults.
         with _options_as_defaults() if private.is_fake(arguments[0]) else nullcontext():
-            wrap_triton(kernel)[grid](*arguments, num_warps=num_warps, **OPTIONS)
+            built = wrap_triton(kernel)[grid](*arguments, num_warps=num_warps, **OPTIONS)
+        plans.note(built, grid, arguments)
 
 
 @contextmanager
