@@ -1,15 +1,18 @@
-"""Compiles the functions of the decoding loop, and decides whether compiling pays."""
+"""Compiles the functions of the decoding loop, and decides whether steps are compiled, captured or eager."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .ops import private
+
+# How steps run: as Python, as CUDA graphs of that, or as compiled code, which on CUDA is captured too.
+Way = Literal["eager", "captured", "compiled"]
 
 # Compiling on a CPU pays after 3,500 (greedy) to 7,100 (sampled) steps, as measured in benchmarks/results (cpu-compile
 # and cpu-loop-austen-bytes).
@@ -18,8 +21,8 @@ STEPS_THAT_PAY = 8000
 
 def choice(
     wanted: bool | str, device: torch.device, *, num_steps: float, obstacle: str | None, drafts_vary: bool
-) -> tuple[bool, str]:
-    """Decide whether to compile. Returns the decision and its reason.
+) -> tuple[Way, str]:
+    """Decide how steps run. Returns the decision and its reason.
 
     Args:
         wanted: True, False or "auto".
@@ -33,21 +36,24 @@ def choice(
     if isinstance(wanted, bool):
         if wanted and obstacle is not None:
             raise ValueError(f"compile: expected False or 'auto', got True: {obstacle}")
-        return wanted, f"compile={wanted} was asked for"
+        return "compiled" if wanted else "eager", f"compile={wanted} was asked for"
     if wanted != "auto":
         raise ValueError(f"compile: expected True, False or 'auto', got {wanted!r}")
     if obstacle is not None:
-        return False, f"eager: {obstacle}"
+        return "eager", f"eager: {obstacle}"
     if device.type == "cuda":
-        return True, "compiled: on CUDA the host would be the bottleneck of an eager step"
+        return "captured", "captured: on CUDA the host would be the bottleneck of an eager step"
     if drafts_vary:
         # If a lookup finds no match, an eager step reads one token per row, whereas a compiled step always reads K
         # drafts too.
-        return False, f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled step always K"
+        return (
+            "eager",
+            f"eager: on {device.type} an eager step reads only the tokens proposed, a compiled step always K",
+        )
     pays = f"on {device.type} compiling pays after about {STEPS_THAT_PAY:,} steps"
     if num_steps >= STEPS_THAT_PAY:
-        return True, f"compiled: {pays}"
-    return False, f"eager: {pays}, and {num_steps:,.0f} are done or certain"
+        return "compiled", f"compiled: {pays}"
+    return "eager", f"eager: {pays}, and {num_steps:,.0f} are done or certain"
 
 
 def compile_piece(function: Callable[..., Any], dynamic: bool = False, **options: Any) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from torch_specops import SamplingParams, SpeculativeDecoder, Verifier, compilation
 from torch_specops.compilation import compile_errors_named
+from torch_specops.decode import compiled as compiled_steps
 from torch_specops.decode.batch import Batch
 from torch_specops.drafts import HierarchicalDraft, LookupElse, PromptLookup, SuffixLookup
 from torch_specops.schedules.costs import StepCosts
@@ -214,8 +215,9 @@ def test_nothing_is_left_of_a_deleted_decoder() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-def test_every_shape_has_graphs_of_its_own() -> None:
+def test_every_shape_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that meets many batch sizes, lengths and ways to sample never runs out of graphs."""
+    monkeypatch.setattr(compiled_steps, "LEAST_CAPACITY", 64)
     eager, compiled = decoders_of_pairs(None)
     greedy, filtered = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)
     calls = [(1, 9, greedy), (2, 9, greedy), (2, 70, greedy), (2, 9, filtered)]
@@ -256,3 +258,19 @@ def test_compile_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert output.stats.compiled.startswith(f"{way}: on cpu compiling pays after about 12 steps")
         assert decoder.compiled == (way == "compiled")
     assert not SpeculativeDecoder(tiny("llama"), compile=False).compiled
+
+
+def test_capacities() -> None:
+    """Slots for a text and the five drafts and the next token of a step."""
+    target = TracedPairs(random_table(VOCAB, seed=5))
+
+    def capacity(longest: int, max_length: int | None = None, made_for: int | None = None, compile: bool = True) -> int:
+        target.max_length = made_for
+        decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=5, compile=compile)
+        return decoder._compiled_steps.capacity(longest, max_length)
+
+    assert [capacity(length) for length in (10, 250, 251, 506, 507, 5000)] == [256, 256, 512, 512, 1024, 8192]
+    # No more than the target was made for, unless a text is longer: some targets can read on.
+    assert [capacity(length, made_for=300) for length in (10, 251, 300, 301)] == [256, 320, 320, 320]
+    assert [capacity(10, max_length) for max_length in (20, 58, 59, 1000)] == [64, 64, 128, 1024]
+    assert [capacity(10, compile=False), capacity(10, 20, compile=False)] == [16, 26]

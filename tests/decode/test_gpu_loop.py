@@ -1,8 +1,4 @@
-"""The decoding loop on a GPU: `make test-gpu`. Skipped where there is none.
-
-Captured steps run here without Inductor, which takes half a minute for each loop and one test is enough for: what a
-graph may get wrong is what it holds.
-"""
+"""The decoding loop on a GPU: `make test-gpu`. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -26,8 +22,11 @@ from tiny_mtp import tiny_mtp
 from tiny_requests import many
 from torch import Tensor
 
-from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder
+from torch_specops import GenerationOutput, Request, SamplingParams, SpeculativeDecoder, compilation, generate
 from torch_specops.cli.greedy import check_greedy
+from torch_specops.compilation import compile_piece
+from torch_specops.decode import compiled
+from torch_specops.decode.graphs import capture
 from torch_specops.decode.step import StepPlan
 from torch_specops.drafts import (
     MTP,
@@ -43,7 +42,7 @@ from torch_specops.drafts import (
 )
 from torch_specops.hf import language_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiles")]
 
 PROMPTS, OTHER_PROMPTS = torch.randint(3, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1] * 7, [0] * 6 + [1], [1] * 4 + [0] * 3])
@@ -60,6 +59,12 @@ PROCESSED = SamplingParams(
     logit_bias={5: 4.0},
     bad_words=[[5, 6]],
 )
+
+
+@pytest.fixture
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default steps are captured alone: Inductor takes half a minute for a loop, and one test is enough for it."""
+    monkeypatch.setattr(compilation, "compile_piece", None)
 
 
 def decoder(
@@ -115,10 +120,11 @@ def of_the_cpu(kind: str = "model", prompts: Tensor = PROMPTS, layers: int = 2, 
 
 @pytest.mark.not_rehearsed("the code that Inductor makes for CUDA")
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_steps_give_the_tokens_of_the_cpu() -> None:
-    loop = decoder("cuda", "model", layers=1)
-    with torch.compiler.set_stance("default"):
-        first, second = run(loop), run(loop)
+def test_compiled_steps_give_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "compile_piece", compile_piece)
+    loop = decoder("cuda", "model", layers=1, compile=True)
+    first, second = run(loop), run(loop)
+    assert loop._compiled_steps._graphs
     assert new_tokens(first) == new_tokens(second) == of_the_cpu(layers=1)
     assert first.stats.compile_seconds > 0 and second.stats.compile_seconds == 0
 
@@ -283,6 +289,56 @@ def test_weights_that_were_replaced_are_read() -> None:
         own.data = new.data.cuda()
     expected = new_tokens(run(SpeculativeDecoder(other, sampling=GREEDY, compile=False)))
     assert new_tokens(run(loop)) == expected != before
+
+
+def test_calls_that_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` captures nothing that the call before it has captured, and never decodes with an old graph."""
+    captures: list[object] = []
+    monkeypatch.setattr(compiled, "capture", lambda *given: captures.append(given) or capture(*given))
+    model, draft = tiny("llama"), perturbed(tiny("llama"), 0.05)
+    on_device, options = [each.cuda() for each in map(copy.deepcopy, (model, draft))], {"num_draft_tokens": 2}
+
+    def num_captured(prompts: list[list[int]], max_new_tokens: int = 4) -> int:
+        texts, captures[:] = [], []
+        for target, own_draft in ((model, draft), on_device):
+            call = options | {"max_new_tokens": max_new_tokens, "sampling": GREEDY, "compile": "auto"}
+            texts.append(new_tokens(generate(target, prompts, draft=own_draft, **call)))
+        assert texts[0] == texts[1]
+        return len(captures)
+
+    def replace_weights() -> None:
+        for own, other in zip(on_device[0].parameters(), model.parameters(), strict=True):
+            own.data = other.data.cuda()
+
+    def change_weights() -> None:
+        for each in (model, on_device[0]):
+            with torch.no_grad():
+                each.lm_head.weight.neg_()
+
+    one, *others = PROMPTS.tolist()
+    assert [num_captured([one]), num_captured([one])] == [1, 0]
+    assert num_captured([others[0] * 2], 6) == 0
+    change_weights()
+    assert num_captured([one]) == 0
+    replace_weights()
+    assert num_captured([one]) == 1
+    # Graphs are those of the newest batch size.
+    assert [num_captured(others), num_captured([one])] == [1, 1]
+    options["num_draft_tokens"] = 1
+    assert [num_captured([one]), num_captured([one])] == [1, 0]
+    on_device[0].float()
+    model.float()
+    draft.float()
+    on_device[1].float()
+    assert num_captured([one]) == 1
+
+
+def test_a_step_that_cannot_be_captured() -> None:
+    model = tiny("llama").cuda()
+    model.lm_head.register_forward_hook(lambda module, given, output: output * float(output.max() < 1e9))
+    message = r"^compile: the step could not be captured .*\(compile=False runs it eagerly\)$"
+    with pytest.raises(RuntimeError, match=message):
+        generate(model, PROMPTS.tolist(), max_new_tokens=4)
 
 
 def test_capture_beside_another_thread() -> None:

@@ -28,9 +28,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation, generate
 from torch_specops.compilation import compile_piece
+from torch_specops.decode.kept import _kept
 from torch_specops.drafts import Draft, Gemma4Assistant
 from torch_specops.hf import custom_generate
-from torch_specops.hf.door import generate as door
 
 pytestmark = can_be_built
 # So few tokens that some drafts of a random assistant are accepted.
@@ -218,7 +218,7 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     for compile in (False, True, True):
         output = target.generate(INPUT_IDS, do_sample=False, compile=compile, **options)
         assert torch.equal(output.sequences, expected) and len(output.stats.accepted_at) == 3
-        kept.append(door._decoders.get(target))
+        kept.append(_kept.get(target))
     assert kept[1] is not None and kept[1].decoder is kept[2].decoder
     # A compiled decoder is not kept for another K, whoever reads it from the assistant's settings.
     for count, is_wrapped in ((5, False), (4, True), (2, True)):

@@ -27,6 +27,7 @@ import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder, compilation
 from torch_specops.compilation import compile_piece
 from torch_specops.decode import GenerationOutput
+from torch_specops.decode.kept import _kept
 from torch_specops.drafts import MTP, Draft
 from torch_specops.hf import custom_generate
 from torch_specops.hf.door import generate as door
@@ -322,7 +323,7 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
         kept = []
         for _ in range(2):
             assert torch.equal(tiny.model.generate(INPUT_IDS, **options, compile=True).sequences, expected)
-            kept.append(door._decoders[tiny.model].decoder)
+            kept.append(_kept[tiny.model].decoder)
         assert kept[0] is kept[1] and len(num_reads) == 1
     with pytest.raises(ValueError, match="use_mtp: expected None beside draft_model, got True"):
         tiny.model.generate(INPUT_IDS, **options, draft_model=torch_specops.drafts.PromptLookup())
@@ -344,7 +345,7 @@ def test_mtp_decoder_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
     second, kept = OfUser(first.head), []
     for draft in (first, second, first, MTP(first.head), MTP(first.head)):
         tiny.model.generate(INPUT_IDS, **call, custom_generate=custom_generate, draft_model=draft)
-        kept.append(door._decoders[tiny.model].decoder)
+        kept.append(_kept[tiny.model].decoder)
     assert [decoder.draft for decoder in kept[:3]] == [first, second, first]
     # Drafts of our own class over the same layers are the same.
     assert type(kept[3].draft) is MTP and kept[3] is kept[4]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -29,12 +27,12 @@ from transformers import (
 import torch_specops
 from torch_specops import SamplingParams, Verifier, compilation
 from torch_specops.decode import Step
+from torch_specops.decode.kept import _kept
 from torch_specops.drafts import DFlash, PromptLookup
 from torch_specops.drafts.early_exit import EarlyExit
 from torch_specops.hf import custom_generate
 from torch_specops.hf.cache import cache_argument
 from torch_specops.hf.door import generate
-from torch_specops.hf.door.generate import _decoders
 from torch_specops.testing import chi_square
 
 PROMPT = torch.tensor([[3, 17, 5, 3, 17]])
@@ -69,8 +67,8 @@ def test_assistants_by_transformers_names() -> None:
     lookup = proposed(draft_model=PromptLookup(3, 1, repeat=False), num_draft_tokens=4)
     assert proposed(prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == lookup and sum(lookup) > 0
     assert proposed(assistant_early_exit=1, compile=True) == proposed(draft_model=EarlyExit(1))
-    kept = _decoders[target].decoder
-    assert proposed(assistant_early_exit=1, compile=True) and _decoders[target].decoder is kept
+    kept = _kept[target].decoder
+    assert proposed(assistant_early_exit=1, compile=True) and _kept[target].decoder is kept
 
 
 def test_num_assistant_tokens_of_transformers() -> None:
@@ -243,12 +241,12 @@ def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     options = {**arguments("llama"), "max_new_tokens": 6, "draft_model": draft, "compile": True}
     expected = plain(target, **arguments("llama"), max_new_tokens=6)
     assert torch.equal(ours(target, **options), expected)
-    kept = _decoders[target].decoder
+    kept = _kept[target].decoder
     # Another temperature or text changes nothing that was compiled, and an eager call keeps nothing.
     ours(target, **options, do_sample=True, top_k=0, temperature=0.5)
     ours(target, **(options | {"compile": False}))
     assert torch.equal(ours(target, **options), expected)
-    assert _decoders[target].decoder is kept
+    assert _kept[target].decoder is kept
     # Nothing stays suppressed.
     tokens = expected[:, 7].tolist()
     for suppressed in ({"suppress_tokens": tokens}, {"begin_suppress_tokens": tokens[:1]}, {}):
@@ -259,35 +257,22 @@ def test_a_compiled_decoder_is_kept_for_its_model() -> None:
     changed = plain(target, **arguments("llama"), max_new_tokens=6)
     assert torch.equal(ours(target, **options), changed) and not torch.equal(changed, expected)
     ours(target, **options, num_draft_tokens=2)
-    assert _decoders[target].decoder is not kept
+    assert _kept[target].decoder is not kept
     duplicate = pickle.loads(pickle.dumps(target))
-    assert duplicate not in _decoders and torch.equal(ours(duplicate, **options), changed)
-
-
-@pytest.mark.usefixtures("uncompiled", "quick_collection")
-@pytest.mark.parametrize("draft", ["none", "itself", "early exit"])
-def test_a_kept_decoder_does_not_keep_its_model(draft: str) -> None:
-    target = tiny("llama")
-    drafts = {"none": None, "itself": target, "early exit": EarlyExit(1)}
-    ours(target, **ONE_PROMPT, draft_model=drafts.pop(draft), compile=True)
-    model, weight = weakref.ref(target), weakref.ref(target.lm_head.weight)
-    assert target in _decoders
-    del target, drafts
-    gc.collect()
-    assert model() is None and weight() is None
+    assert duplicate not in _kept and torch.equal(ours(duplicate, **options), changed)
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_two_threads_do_not_share_a_decoder() -> None:
+def test_a_call_within_a_call_has_a_decoder_of_its_own() -> None:
     target = tiny("llama")
     options = {**ONE_PROMPT, "compile": True}
     expected = ours(target, **options)
-    kept, found = _decoders[target].decoder, []
-    inner = {**options, "token_streamer": lambda step: found.append(target in _decoders)}
+    kept, found = _kept[target].decoder, []
+    inner = {**options, "token_streamer": lambda step: found.append(target in _kept)}
     again = ours(target, **{**options, "token_streamer": lambda step: found or ours(target, **inner)})
     # The call inside the other one made a decoder of its own, because the first one was in use.
     assert found and not any(found) and torch.equal(again, expected)
-    assert _decoders[target].decoder is kept
+    assert _kept[target].decoder is kept
 
 
 def test_a_drafter_of_transformers_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,14 +290,14 @@ def test_a_drafter_of_transformers_is_read_once(monkeypatch: pytest.MonkeyPatch)
         output = ours(target, **batch, **options, compile=compile)
         assert torch.equal(output.sequences, expected)
         assert len(output.stats.accepted_at) == BLOCK - 1
-        kept = _decoders.get(target)
+        kept = _kept.get(target)
     assert len(calls) == 1 and kept is not None
     draft = kept.decoder.draft
     assert isinstance(draft, DFlash) and draft.head.fc.weight.data_ptr() == muse.encoder.fc.weight.data_ptr()
     assert torch.equal(ours(target, **batch, assistant_model=DFlash(draft.head), speculation_type="dflash"), expected)
     # The same network, sampled, is another draft.
     output = ours(target, **batch, **(options | {"assistant_model": DFlash(draft.head, sampled=True)}), compile=True)
-    assert torch.equal(output.sequences, expected) and _decoders[target].decoder is not kept.decoder
+    assert torch.equal(output.sequences, expected) and _kept[target].decoder is not kept.decoder
     assert len(ours(target, **batch, **options, num_draft_tokens=2).stats.accepted_at) == 2
     with pytest.raises(ValueError, match="num_draft_tokens: this draft has at most 8 tokens per step, got 9"):
         ours(target, **batch, **options, num_draft_tokens=9)

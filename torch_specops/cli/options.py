@@ -105,7 +105,7 @@ Compile = Annotated[
     bool | None,
     typer.Option(
         help="Compile this package's steps with torch.compile. It takes a while the first time.",
-        show_default="on CUDA; the demo also compiles long texts on a CPU",
+        show_default="captured on CUDA; the demo compiles long texts on a CPU",
     ),
 ]
 

@@ -43,6 +43,7 @@ class Provider:
     decode: Callable[[Tensor, Tensor, int, SamplingParams, int], Answer]
     # The models that the provider calls, the target first.
     modules: tuple[nn.Module, ...]
+    # Whether steps are compiled or captured.
     compiled: bool = False
     # Whether the provider takes only one prompt at a time.
     single: bool = False
@@ -107,7 +108,8 @@ def _own(name: str, target: nn.Module, draft: DraftSource | nn.Module | None, op
     drafting = getattr(getattr(decoder.draft, "model", None), "model", None)
     # With early exit, the drafting model may be the target itself, which must be listed only once.
     modules = (target, drafting) if isinstance(drafting, nn.Module) and drafting is not target else (target,)
-    return Provider(name + ", compiled" * decoder.compiled, decode, modules, decoder.compiled)
+    way = ", compiled" if options["compile"] is True else ", captured"
+    return Provider(name + way * decoder.compiled, decode, modules, decoder.compiled)
 
 
 def _transformers(name: str, target: Any, fields: dict[str, Any], assistant_config: dict[str, Any]) -> Provider:

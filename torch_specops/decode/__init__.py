@@ -1,6 +1,7 @@
 """The decoding loop: `generate`, and the class `SpeculativeDecoder`, which it uses."""
 
-from .decoder import SpeculativeDecoder, generate
+from .decoder import SpeculativeDecoder
+from .kept import generate
 from .output import GenerationOutput, GenerationStats, Step, TopLogprobs
 from .pieces import TextPieces
 from .requests import Completion, Handle, Request

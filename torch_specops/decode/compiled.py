@@ -1,7 +1,8 @@
-"""Runs steps eagerly, compiled, or (on CUDA) as captured graphs, and caches the compiled pieces and graphs."""
+"""Runs steps eagerly, compiled, or (on CUDA) as captured graphs, and keeps the compiled pieces and graphs."""
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import compilation
-from ..compilation import CompiledPieces, compile_errors_named
+from ..compilation import CompiledPieces, Way, compile_errors_named
 from ..drafts import Draft, DraftSource
 from ..drafts.base import proposes_on_host
 from ..grammars import Grammar
@@ -26,7 +27,8 @@ from .models import models_of, versions_of
 from .state import DecodeState, copy_state, moved, shape_of, tensors_of
 from .step import Masks, StepPlan, Verifier, checked_drafts, propose, speculative_step, verify_and_commit
 
-# Round up the capacity of compiled steps to a multiple of this, so that prompts of similar length share a graph.
+# The smallest capacity of compiled steps whose longest sequence is not known, and what others are a multiple of.
+LEAST_CAPACITY = 256
 CAPACITY_MULTIPLE = 64
 
 
@@ -47,7 +49,8 @@ class CompiledSteps:
 
     Attributes:
         buckets: the values of K that compiled steps have, ascending.
-        compiled, compile_reason: whether steps are compiled, and why.
+        way, compile_reason: how steps run, and why.
+        compiled: whether steps are compiled or captured. All steps then have the same shapes.
         ready: has a key (K, whether the step has a bitmask) for each step that is ready to run. The value is the time
             of a captured step in seconds, and None for a step that is only compiled.
     """
@@ -72,7 +75,7 @@ class CompiledSteps:
                 "one_graph: expected False with a draft that proposes on the host (SuffixLookup with a large memory), "
                 "got True"
             )
-        self.compiled = False
+        self.way: Way = "eager"
         self.ready: dict[tuple[int, bool], float | None] = {}
         self.buckets = buckets
         self._compile = compile
@@ -98,8 +101,12 @@ class CompiledSteps:
         emptied: dict[str, Any] = {"_graphs": {}, "ready": {}, "_captured": [], "_capture_stream": None}
         return vars(self) | emptied | {"_static": None, "_owner": None, "_versions": [], "_compile_keys": ()}
 
+    @property
+    def compiled(self) -> bool:
+        return self.way != "eager"
+
     def choose_compile(self, num_new_tokens: float) -> None:
-        """Decide whether to compile, and record the reason. Compiled steps stay compiled unless a model can no longer
+        """Decide how steps run, and record the reason. Compiled or captured steps stay so unless a model can no longer
         be compiled.
 
         Args:
@@ -109,7 +116,7 @@ class CompiledSteps:
         obstacle = next((why for model in models if (why := model.not_compiled)), None)
         if self.compiled and obstacle is None:
             return
-        self.compiled, self.compile_reason = compilation.choice(
+        self.way, self.compile_reason = compilation.choice(
             self._compile,
             self.target.device,
             num_steps=self._num_eager_steps + num_new_tokens / (max(self.buckets) + 1),
@@ -117,10 +124,20 @@ class CompiledSteps:
             drafts_vary=self.draft is not None and self.draft.deterministic,
         )
 
-    def capacity(self, longest: int) -> int:
-        """The number of slots per row: enough for the longest sequence plus the drafts of one step."""
-        slots = longest + self.most_drafts + 1
-        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE if self.compiled else slots
+    def capacity(self, longest: int, max_length: int | None = None) -> int:
+        """The number of slots per row: enough for the longest sequence, or for `max_length`, and the drafts of a step.
+
+        Compiled steps without a `max_length` have a power of two, so that few lengths need graphs of their own. It is
+        no more than the length that the target was made for needs, unless the sequence is longer.
+        """
+        slots = (max_length or longest) + self.most_drafts + 1
+        if not self.compiled:
+            return slots
+        made_for = self.target.max_length or math.inf
+        if max_length is None:
+            power = max(LEAST_CAPACITY, 1 << (slots - 1).bit_length())
+            slots = int(min(power, max(made_for, longest) + self.most_drafts + 1))
+        return -(-slots // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     @property
     def most_drafts(self) -> int:
@@ -170,7 +187,8 @@ class CompiledSteps:
         if self.draft is not None and self.draft.compiles_itself:
             key = self._shape, self._compile_keys
             # With `one_graph`, the draft is compiled as a part of the step, so it must not compile itself.
-            self.draft.compile(key if is_compiled and not self.one_graph else None)
+            compiles = is_compiled and self.way == "compiled" and not self.one_graph
+            self.draft.compile(key if compiles else None)
 
     def follow_models(self) -> bool:
         """Forget the CUDA graphs if a model has changed since the last call. Returns whether a model has changed.
@@ -269,6 +287,8 @@ class CompiledSteps:
         return verify(self.target, state, proposal, self.verify, bitmask)
 
     def _piece(self, function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
+        if self.way != "compiled":
+            return function
         return self._pieces.get(function, self._shape, self._compile_keys, *key)
 
     def _capture(self, state: DecodeState, plan: StepPlan) -> CapturedStep:

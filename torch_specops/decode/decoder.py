@@ -1,4 +1,4 @@
-"""The public interface of the decoding loop: the function `generate` and the class `SpeculativeDecoder`."""
+"""The public interface of the decoding loop: the class `SpeculativeDecoder`."""
 
 from __future__ import annotations
 
@@ -41,85 +41,6 @@ from .session import Completions, Session
 from .step import Verifier
 
 
-def generate(
-    target: LanguageModel | nn.Module,
-    input_ids: PromptIds,
-    *,
-    draft: AnyDraft = None,
-    num_draft_tokens: int | None = None,
-    schedule: str | Schedule | None = None,
-    verify: str | Verifier | None = None,
-    compile: bool | str = "auto",
-    invariant: bool = False,
-    streamer: Streamer | None = None,
-    progress: bool = False,
-    attention_mask: AttentionMask = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    sampling: Sampling = None,
-    seed: Seed = None,
-    eos_token_id: EosTokenIds = None,
-    pad_token_id: int | None = None,
-    inputs: Mapping[str, Tensor] | None = None,
-    logprobs: str | None = None,
-    top_logprobs: int = 0,
-    num_return_sequences: int = 1,
-    stop_strings: StopStrings = None,
-    tokenizer: Any = None,
-    grammar: AnyGrammar = None,
-    **unknown: NoReturn,
-) -> GenerationOutput:
-    """Continue prompts with a target model, faster if there is a draft. The output has exactly the target's
-    distribution.
-
-    The function makes a `SpeculativeDecoder` for one batch. For many batches use `SpeculativeDecoder`, which keeps its
-    compiled code. Every call of this function compiles again (on CUDA, steps are compiled unless `compile=False`).
-
-    Arguments, result and errors are those of `SpeculativeDecoder` and its method `generate`. Only the eos and pad
-    tokens of a transformers model's generation config are used; `SamplingParams.from_generation_config` takes the
-    temperature, filters and penalties of that config. Beam search is `torch_specops.beam.beam_search`. After an
-    interrupt the tokens so far are lost; `SpeculativeDecoder.output` would still return them.
-
-    Examples:
-        >>> import torch, transformers, torch_specops
-        >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
-        >>> target = transformers.GPT2LMHeadModel(config).eval()
-        >>> prompts = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])
-        >>> mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-        >>> output = torch_specops.generate(target, prompts, attention_mask=mask, max_new_tokens=[8, 4], seed=0,
-        ...     draft=torch_specops.drafts.PromptLookup(), sampling=torch_specops.SamplingParams(temperature=0.0))
-        >>> output.lengths
-        tensor([13,  7])
-    """
-    refuse_unknown("generate", unknown)
-    decoder = SpeculativeDecoder(
-        target,
-        draft,
-        num_draft_tokens=num_draft_tokens,
-        schedule=schedule,
-        verify=verify,
-        compile=compile,
-        invariant=invariant,
-    )
-    return decoder.generate(
-        input_ids,
-        streamer=streamer,
-        progress=progress,
-        attention_mask=attention_mask,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        inputs=inputs,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        num_return_sequences=num_return_sequences,
-        stop_strings=stop_strings,
-        tokenizer=tokenizer,
-        grammar=grammar,
-    )
-
-
 class SpeculativeDecoder:
     """Speculative decoding of batches of prompts with one target and one draft (Leviathan et al. 2023, Algorithm 1).
 
@@ -127,10 +48,10 @@ class SpeculativeDecoder:
     target's greedy continuation. The state of a batch is on the target's device, and the host does not wait for the
     device within a step, except to ask grammars.
 
-    Compiled code is kept: further prompts of the same batch size that fit `max_length` compile nothing. Steps are
-    compiled once more for a new batch size, a new capacity (a multiple of 64 without `max_length`), a change of
-    autocast, or a new length of an encoder's input. Steps are also compiled once more for the first row that is sampled
-    or filtered, and for the first sequence that outgrows the draft.
+    Compiled code and captured graphs are kept: further prompts of the same batch size that fit `max_length` compile and
+    capture nothing. Steps are compiled and captured once more for a new batch size, a new capacity, a change of
+    autocast, or a new length of an encoder's input. This also happens for the first row that is sampled or filtered,
+    and for the first sequence that outgrows the draft.
 
     Streams and sessions of one decoder, or of decoders that share a `LanguageModel`, may take turns. A call prefills
     its sequences again if another call has used its models in the meantime. Encoder inputs and images are not kept, so
@@ -157,13 +78,14 @@ class SpeculativeDecoder:
             many as "exact" on average); "sigmoid" (`verify_sigmoid`: lossy, and needs a draft with probabilities); or a
             `Verifier`, which also has the settings of lossy verification. None = "gumbel" without a draft and for
             deterministic drafts, otherwise "exact".
-        compile: True, False, or "auto". "auto" compiles on CUDA. On a CPU it compiles once about 8,000 steps are done
-            or certain to follow, enough to pay for compiling; with a deterministic draft it never compiles on a CPU.
-            `stats.compiled` says what was done and why.
+        compile: True, False, or "auto". On CUDA True compiles the steps and captures them as CUDA graphs, and "auto"
+            captures them without compiling (docs/gpu.md, "What to choose"). On a CPU "auto" compiles once about 8,000
+            steps are done or certain to follow, enough to pay for compiling; with a deterministic draft it never
+            compiles on a CPU. `stats.compiled` says what was done and why.
         one_graph: compile the whole step as a single graph. A single graph takes longer to compile, because it contains
             K copies of the draft.
-        max_length: capacity in tokens per sequence, prompt included; None = as many as each call needs, rounded up if
-            steps are compiled.
+        max_length: capacity in tokens per sequence, prompt included; None = as many as each call needs. If steps are
+            compiled or captured, None = the next power of two, at least 256, but no more than the target was made for.
         invariant: True = the target's logits after a text are, to the last bit, a function of model, text, machine and
             number of threads, whatever is drafted and whatever else is read. With verify="gumbel" so are texts and
             log-probabilities, which `invariant_forward` repeats (docs/same_bits.md). Takes transformers models of some
@@ -242,7 +164,7 @@ class SpeculativeDecoder:
 
     @property
     def compiled(self) -> bool:
-        """True if steps are compiled. Compiled steps stay compiled unless a model can no longer be compiled."""
+        """True if steps are compiled or captured. They stay so unless a model can no longer be compiled."""
         return self._compiled_steps.compiled
 
     @property
@@ -411,6 +333,10 @@ class SpeculativeDecoder:
         )
         return self._steps(*self._begin(input_ids, arguments))
 
+    def forget_call(self) -> None:
+        """Free what belongs to the newest call alone: texts, rules, grammars. `output` and `stats` are then empty."""
+        self._newest = None
+
     def output(self) -> GenerationOutput:
         """The sequences and statistics so far of the newest `stream`, or of a `generate` that was interrupted."""
         if not isinstance(self._newest, Batch):
@@ -512,7 +438,7 @@ class SpeculativeDecoder:
             longest = int(state.limits.max())
             check_room(self.target, longest, self.max_length)
             self._compiled_steps.choose_compile(int((state.limits - state.lengths).max()))
-            capacity = self._compiled_steps.capacity(self.max_length or longest)
+            capacity = self._compiled_steps.capacity(longest, self.max_length)
             stream = self._guard.begin_stream()
             with self._guard.computing(stream):
                 # Forget the old batch first, so that `output` does not return its sequences if the prefill is

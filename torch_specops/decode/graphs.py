@@ -50,12 +50,24 @@ def capture(
     stream: torch.cuda.Stream, pool: Any, function: Callable[..., Any], *arguments: Any
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Capture a function call. Returns the graph and the result of the call. Each replay writes the tensors of the
-    result."""
+    result.
+
+    Raises:
+        RuntimeError: something in the call cannot be captured, such as waiting for the device.
+    """
     graph = torch.cuda.CUDAGraph()
-    # Pass the stream and the error mode: by default torch captures on a stream of the device that captured first, and
-    # refuses CUDA calls of other threads.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        return graph, function(*arguments)
+    try:
+        # Pass the stream and the error mode: by default torch captures on a stream of the device that captured first,
+        # and refuses CUDA calls of other threads.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            return graph, function(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"compile: the step could not be captured as a CUDA graph: {reason} (compile=False runs it eagerly)"
+        ) from error
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -58,7 +58,8 @@ def refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
 def _keywords() -> dict[str, list[str]]:
     """The keyword arguments of each public call, by the name of the call."""
     # Import here, because these modules import this one.
-    from .decoder import SpeculativeDecoder, generate
+    from .decoder import SpeculativeDecoder
+    from .kept import generate
     from .requests import Request
 
     methods = (getattr(SpeculativeDecoder, name) for name in ("generate", "stream", "session", "generate_many"))

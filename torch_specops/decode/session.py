@@ -237,7 +237,7 @@ class Session:
         )
         prompts = replace(prompts, state=replace(prompts.state, eos=tokens.new_full((batch, ROOM["eos"]), -1)))
         longest = min(self._max_length, readable_length(steps.target) or self._max_length)
-        made = Batch(steps, self._schedule, prompts, steps.capacity(longest))
+        made = Batch(steps, self._schedule, prompts, steps.capacity(longest, longest))
         made.stats.seeds = []
         if self._batch is not None:
             made.stats = self._batch.stats

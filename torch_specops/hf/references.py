@@ -118,15 +118,18 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def reaches_module(value: Any) -> bool:
-    """True if a chain of references leads from a value to a module."""
+def reaches_module(value: Any, module: nn.Module | None = None) -> bool:
+    """True if a chain of references leads from a value to a module: to any, also by weak references, or to `module` by
+    references that keep it alive."""
     visited: dict[int, Any] = {}
     to_visit = [value]
     while to_visit:
         each = to_visit.pop()
-        if isinstance(each, nn.Module):
+        is_module, is_weak = isinstance(each, nn.Module), isinstance(each, ReferenceType)
+        if is_module and module in (None, each):
             return True
-        if id(each) in visited or calls_nothing(type(each)):
+        is_end = not is_module if calls_nothing(type(each)) else is_weak and module is not None
+        if id(each) in visited or is_end:
             continue
         visited[id(each)] = each
         parts = parts_of(each)
@@ -134,6 +137,6 @@ def reaches_module(value: Any) -> bool:
         if type(each) is FunctionType:
             to_visit += globals_of(each)
         # `gc` does not list weak references, such as the object of a `WeakMethod`.
-        if isinstance(each, ReferenceType):
+        if is_weak:
             to_visit.append(each())
     return False

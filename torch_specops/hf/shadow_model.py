@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .looks import Look
+from .references import reaches_module
 
 
 class ShadowModel:
@@ -60,3 +61,8 @@ class ShadowModel:
         # Set `newest` last, so that after an interrupted call the next look is compared with the last completed look.
         self.newest = look
         return copied
+
+    def is_reached(self, model: PreTrainedModel, *holders: object) -> bool:
+        """True if a chain of references leads from a holder of the copy to the model, which it then keeps alive: from a
+        hook, or from a draft that refers to the model."""
+        return reaches_module(holders, model)

@@ -24,9 +24,7 @@ def as_language_model(name: str, model: LanguageModel | nn.Module, *, invariant:
                 f"invariant=True), got a {type(model).__name__} that is not invariant"
             )
         return model
-    is_transformers = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-    # A PEFT model has a transformers model as its base.
-    if is_transformers or hasattr(model, "get_base_model"):
+    if _is_transformers(model):
         # transformers takes seconds to import.
         from ..hf import language_model
 
@@ -40,6 +38,24 @@ def as_language_model(name: str, model: LanguageModel | nn.Module, *, invariant:
         + ("; of a wrapper, pass the model inside" if isinstance(model, nn.Module) else "")
         + "; a class of your own must derive from torch_specops.drafts.LanguageModel"
     )
+
+
+def _is_transformers(model: object) -> bool:
+    # A PEFT model has a transformers model as its base.
+    kinds = type(model).__mro__
+    return any(kind.__module__.startswith("transformers.") for kind in kinds) or hasattr(model, "get_base_model")
+
+
+def new_shadow(target: LanguageModel | nn.Module) -> tuple[Any, Any] | None:
+    """The transformers model of a target, and a `ShadowModel` that has not looked at it; None = the target is not of
+    transformers."""
+    target = getattr(target, "_orig_mod", target)
+    if isinstance(target, (LanguageModel, type)) or not _is_transformers(target):
+        return None
+    from ..hf.architecture import unwrapped
+    from ..hf.shadow_model import ShadowModel
+
+    return unwrapped(target), ShadowModel()
 
 
 def invariant_forward(model: nn.Module) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,18 +13,17 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...decode import SpeculativeDecoder, Verifier
+from ...decode import Verifier
 from ...decode.inputs import AnyGrammar, GenerateArguments, Seed
+from ...decode.kept import decoder_of
 from ...decode.rows import BatchRules
 from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, Gemma4Assistant, PromptLookup
 from ...drafts.dflash_files import read_drafter
 from ...schedules import Schedule
-from ..adapter import language_model
 from ..cache import CACHE_NAMES
 from ..encoder_decoder import EncoderDecoderModel
 from ..gemma4_assistant import is_gemma4_assistant
 from ..mtp import read_mtp_head
-from ..shadow_model import ShadowModel
 from .assistant_settings import read_assistant_settings
 from .grammars import take_grammars
 from .outputs import DecoderOnlyOutput, EncoderDecoderOutput, Predictions
@@ -149,17 +148,12 @@ def custom_generate(
     mask = _prompt_mask(model, input_ids, has_mask, model_kwargs)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     sampling = read_processors(own_processors, input_ids, mask, generation_config, vocab_size, draft_model)
-    choices: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule}
-    choices |= {"verify": verify, "compile": compile, "invariant": invariant}
-    eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
-    cached = _cached_decoder(model, draft_model, eager, choices)
-    target: Any = cached.decoder.target
-    inputs = image_inputs or None
+    inputs, encoded = image_inputs or None, None
     # transformers repeats each prompt `num_return_sequences` times, but not its images. Pass each prompt once, because
     # the loop repeats prompts and images itself.
     copies = max(generation_config.num_return_sequences or 1, 1) if image_inputs else 1
-    if isinstance(target, EncoderDecoderModel):
-        target.encoder_outputs, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
+    if model.config.is_encoder_decoder:
+        encoded, inputs = _encoder_inputs(model, input_ids, inputs_tensor, model_kwargs)
     arguments = GenerateArguments(
         attention_mask=None if mask is None else mask[::copies],
         # Like transformers, emit one token even if the prompt already has max_length tokens.
@@ -167,7 +161,7 @@ def custom_generate(
         sampling=sampling,
         seed=seed,
         # Like transformers, ignore eos tokens outside the vocabulary.
-        eos_token_id=[token for token in stops.eos_token_ids if token < target.vocab_size],
+        eos_token_id=[token for token in stops.eos_token_ids if token < vocab_size],
         pad_token_id=sampling.pad_token_id,
         inputs=inputs,
         num_return_sequences=copies,
@@ -176,12 +170,17 @@ def custom_generate(
         grammar=grammar,
     )
     batch_rules = BatchRules(stops.batch_rules, input_ids, sampling.pad_token_id) if stops.batch_rules else None
-    output = cached.decoder.run(
-        input_ids[::copies], arguments, token_streamer, stops.row_rules, batch_rules, predictions
-    )
-    # Keep only compiled decoders: an eager decoder has nothing that is expensive to create again.
-    if cached.decoder.compiled:
-        _decoders[model] = cached
+    eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
+    options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "verify": verify}
+    options |= {"compile": compile, "invariant": invariant}
+    with decoder_of(model, draft_model, not_compiled=eager, **options) as decoder:
+        target, rules = decoder.target, (stops.row_rules, batch_rules)
+        if isinstance(target, EncoderDecoderModel):
+            target.encoder_outputs = encoded
+        output = decoder.run(input_ids[::copies], arguments, token_streamer, *rules, predictions)
+        # The next call of this decoder may have inputs of its own.
+        if isinstance(target, EncoderDecoderModel):
+            target.encoder_outputs = None
     new = [input_ids.new_tensor(output.new_tokens(row)) for row in range(len(input_ids))]
     sequences = torch.cat([input_ids, pad_sequence(new, True, sampling.pad_token_id)], 1)
     if not generation_config.return_dict_in_generate:
@@ -192,49 +191,6 @@ def custom_generate(
 
 
 hand_on_arguments(GenerationMixin, custom_generate)
-
-
-class _CachedDecoder(NamedTuple):
-    """A decoder, the settings it was created for, and the copy of the model that it runs."""
-
-    made_for: tuple[Any, ...]
-    shadow: ShadowModel
-    decoder: SpeculativeDecoder
-
-
-# Model -> its compiled decoder. A freed model frees its decoder, because the dict holds its keys weakly. The decoder
-# runs a copy of the model: a decoder that refers to the model itself would keep it alive.
-_decoders: WeakKeyDictionary[PreTrainedModel, _CachedDecoder] = WeakKeyDictionary()
-
-
-def _cached_decoder(
-    model: PreTrainedModel, draft_model: AnyDraft, not_compiled: str | None, choices: dict[str, Any]
-) -> _CachedDecoder:
-    # A cached decoder is reused if these settings are equal. If the model drafts for itself, compare a string, because
-    # a reference to the model would keep the cache entry alive. Compare drafts that each call creates again by their
-    # settings.
-    draft: Any = "itself" if draft_model is model else draft_model
-    if type(draft_model) is EarlyExit:
-        draft = "early exit", draft_model.num_layers
-    if type(draft_model) is MTP:
-        draft = MTP, draft_model.head
-    if type(draft_model) is DFlash:
-        draft = DFlash, draft_model.head, draft_model.deterministic, draft_model.confidence
-    if type(draft_model) is Gemma4Assistant:
-        draft = Gemma4Assistant, draft_model.model.model, draft_model.default_draft_tokens
-    # Include the device and the dtype, because compiled code works only for one device and one dtype.
-    made_for = draft, not_compiled, choices, model.device, model.dtype, model.config._attn_implementation
-    cached = _decoders.get(model)
-    # Remove the decoder while it is in use, so that a concurrent call from another thread creates another one.
-    if cached is not None and cached.made_for == made_for and _decoders.pop(model, None) is cached:
-        cached.shadow.of(model)
-        return cached
-    shadow = ShadowModel()
-    copied_model = shadow.of(model)
-    target = language_model(copied_model, invariant=choices["invariant"])
-    target.eager_because = not_compiled
-    decoder = SpeculativeDecoder(target, copied_model if draft_model is model else draft_model, **choices)
-    return _CachedDecoder(made_for, shadow, decoder)
 
 
 # For each model and kind of draft (`MTP` or `DFlash`): the settings that the draft network was loaded for, and the
