@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .architecture import (
     computes_positions,
     layers_of,
     max_length,
+    ranks_of,
     why_not_compiled,
     windows,
 )
@@ -30,6 +31,9 @@ from .invariant import check_bits, exchange, refuse_autocast, refuse_modules
 from .regions import compile_once, large_layers
 from .rotary import ReadLengths, follow_lengths, growing_rotaries
 from .shadow_model import ShadowModel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # The tests compare these families token for token with transformers' decoding. Other decoder-only families are checked
 # on a few tokens when they are first used.
@@ -221,6 +225,10 @@ class TransformersModel(FeatureModel, TreeModel):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.model.device
+
+    @property
+    def ranks(self) -> ProcessGroup | None:  # type: ignore[override]
+        return ranks_of(self.model)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:  # type: ignore[override]

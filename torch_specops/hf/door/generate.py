@@ -154,6 +154,8 @@ def custom_generate(
     eager = sampling.not_compiled or (None if predictions is None else "scores and logits are kept")
     cached = _cached_decoder(model, draft_model, eager, choices)
     target: Any = cached.decoder.target
+    if target.ranks is not None and generation_config.max_time is not None:
+        raise ValueError("max_time: expected None, because the clocks of a sharded target's ranks differ")
     inputs = image_inputs or None
     # transformers repeats each prompt `num_return_sequences` times, but not its images. Pass each prompt once, because
     # the loop repeats prompts and images itself.
