@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,9 +12,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..ops.kv_cache import Window
 from .rotary import growing_rotaries
 from .states import state_modules
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Names in `config.layer_types`: layers with attention, with a recurrent state, with both, and with neither.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -119,8 +116,8 @@ def _check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def ranks_of(model: nn.Module) -> ProcessGroup | None:
-    """The ranks over which the weights are sharded (transformers' `tp_plan`, FSDP2); None = the model is whole."""
+def ranks_of(model: nn.Module) -> Any:
+    """The group of ranks over which the weights are sharded (`tp_plan`, FSDP2); None = the model is whole."""
     meshes = [weight.device_mesh for weight in model.parameters() if hasattr(weight, "device_mesh")]
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     return None if mesh is None or mesh.size() == 1 else mesh.get_group(max(range(mesh.ndim), key=mesh.size))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Part:
@@ -112,8 +109,8 @@ class LanguageModel(Part, ABC):
             end.
         invariant: True = the logits after a text are a function of the text, to the last bit: they do not depend on
             what else is read, in which pieces, or on what the cache held before.
-        ranks: the processes that read together because each has a shard of the weights; the loop compares their calls.
-            None = this process has the whole model.
+        ranks: the process group whose ranks have a shard of the weights each; the loop compares their calls. None =
+            this process has the whole model.
     """
 
     vocab_size: int
@@ -130,7 +127,7 @@ class LanguageModel(Part, ABC):
     reads_images: bool = False
     keeps_states: bool = False
     invariant: bool = False
-    ranks: ProcessGroup | None = None
+    ranks: Any = None
 
     @abstractmethod
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
