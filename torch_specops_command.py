@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
-from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 try:
@@ -63,7 +64,9 @@ def env() -> None: ...
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"torch-specops {version('torch_specops')}")
+        # The metadata of an installation from a clone may be older, or missing.
+        source = Path(__file__).with_name("torch_specops") / "__init__.py"
+        print("torch-specops", *re.findall(r'^__version__ = "(.*)"$', source.read_text(), re.MULTILINE))
         raise typer.Exit
 
 
