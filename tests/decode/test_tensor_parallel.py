@@ -121,7 +121,7 @@ REFUSALS = [
 def answer(rank: int, folder: str, connection: Connection) -> None:
     # As pyproject.toml says of the tests' own process.
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script(_method)?` is deprecated")
+    warnings.filterwarnings("ignore", "`torch.jit.script(_method)?` is (deprecated|not supported)")
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     of_group: dict[str, Any] = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=60)}
