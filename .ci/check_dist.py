@@ -59,7 +59,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
     source = {name for name in tracked if not name.startswith(LEFT_OUT)} | {"PKG-INFO"}
-    package = {name for name in tracked if name.startswith("torch_specops/")}
+    package = {name for name in tracked if name.startswith(("torch_specops/", "torch_specops_command.py"))}
     expect("files of the sdist alone, or of the checkout alone", sorted(in_sdist ^ source), [])
     expect("files of the wheel alone, or of the package alone", sorted(in_wheel ^ package), [])
     needed = {"torch_specops/py.typed", "torch_specops/data/austen_bytes/target/model.safetensors"}

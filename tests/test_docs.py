@@ -20,7 +20,14 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
 # A line of code as wide as the column of text at 1280 pixels.
 COLUMNS = 84
 # Why a block is not run here, as its title says it to readers, and how many there are.
-NOT_RUN = {"needs a download": 5, "needs vLLM": 3, "needs TRL": 2, "needs lm_eval": 1, "takes a minute": 1}
+NOT_RUN = {
+    "needs a download": 5,
+    "needs vLLM": 3,
+    "needs TRL": 2,
+    "needs lm_eval": 1,
+    "needs torchrun": 1,
+    "takes a minute": 1,
+}
 # Compiling for a CPU takes half a minute, and what Inductor makes of the ops is compared in test_compile.py.
 COMPILED, TRACED = "@torch.compile(fullgraph=True)", '@torch.compile(fullgraph=True, backend="aot_eager")'
 

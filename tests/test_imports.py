@@ -62,6 +62,8 @@ ALLOWED_THIRD_PARTY = {
     "tqdm": {"progress"},
     "typing_extensions": {"decode"},
     "typer": {"cli"},
+    # The program around the commands.
+    "torch_specops_command": {"cli"},
     "xgrammar": {"grammars"},
     "llguidance": {"grammars"},
 }

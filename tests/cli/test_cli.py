@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +34,7 @@ from torch_specops.cli import loading, models, options
 from torch_specops.cli.greedy import GreedyDifference
 from torch_specops.decode import SpeculativeDecoder, Step, TextPieces
 from torch_specops.decode.view import printable
+from torch_specops_command import app, main
 
 
 def text_of(result: Result) -> str:
@@ -179,7 +182,7 @@ def test_a_chat_template_is_used(target: str) -> None:
 def test_colours_follow_acceptance(target: str) -> None:
     own = ["--draft", target, "--num-draft-tokens", "3", "--prompt", TEXT, "--no-check"]
     colours = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
-    result = CliRunner().invoke(cli.app, ["demo", "--target", target, *own], env=colours)
+    result = CliRunner().invoke(app, ["demo", "--target", target, *own], env=colours)
     assert result.exit_code == 0, result.output
     assert "\x1b[1;32maccepted draft tokens\x1b[0m, \x1b[33mthe target's own tokens\x1b[0m" in result.stdout
     # Of four tokens, the target draws one; with the first, which is the target's too, and its own words above.
@@ -385,27 +388,44 @@ def in_a_process(source: str, *arguments: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("command", ["--help", slow("bench")])
 def test_a_process_prints_only_its_output(command: str, target: str, draft: str) -> None:
-    """Other packages log when they are first imported: help imports no transformers. Without typer, an error is one
+    """Other packages log when they are first imported. Help does not wait for torch. Without typer, an error is one
     line."""
     options = ["--target", target, "--draft", draft, "--prompt", TEXT, "--max-new-tokens", "4"]
     options += ["--rounds", "1", "--batch-sizes", "1"]
     done = in_a_process(
         """
-import sys, torch_specops.cli
-assert 'transformers' not in sys.modules
-del sys.modules['torch_specops.cli']
-typer, sys.modules['typer'] = sys.modules['typer'], None
+import sys
+sys.modules['typer'] = None
 try:
-    import torch_specops.cli
+    import torch_specops_command
 except SystemExit as end:
     assert end.code == 2
     print(file=sys.stderr)
-sys.modules['typer'] = typer
-from torch_specops.cli import main
-main()
+del sys.modules['typer']
+from torch_specops_command import main
+try:
+    main()
+finally:
+    assert ('torch' in sys.modules) == (sys.argv[1] == 'bench')
 """,
         *([command, *options] if command == "bench" else [command]),
     )
     missing = "torch-specops: error: typer is missing; run: pip install 'torch_specops[hf]'\n\n"
     assert (done.returncode, done.stderr) == (0, missing)
     assert f"target {target}" in done.stdout.splitlines()[0] if command == "bench" else "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["--help", "env"])
+def test_a_closed_pipe_is_no_difference(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `torch-specops ... | head -1`: exit code 1 would mean that texts differ."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "argv", ["torch-specops", command])
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 141
+    # What typer could not write is written again.
+    with suppress(BrokenPipeError):
+        output.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import runpy
@@ -24,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 import torch_specops
 from torch_specops.cli.loading import smollm2_is_converted
+from torch_specops.testing import sample_inputs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -198,6 +201,31 @@ def test_tensor_parallel() -> None:
     assert "the same on every rank: True" in output and "the same as on one rank: True" in output
     texts = [eval(line) for line in output.splitlines() if line.startswith("[")]
     assert [text[:2] for text in texts] == [[5, 6], [9, 4]] and max(map(len, texts)) > 20
+
+
+def test_kernel_repository(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded as the `kernels` package loads it, the copies of the ops return what the ops return."""
+    # The copies add a tag, with which other tests would find no compiled code.
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
+    name = run("kernel_repository.py", str(tmp_path)).split()[0].removeprefix("torch.ops.")
+    variant = tmp_path / "build" / "torch-cpu"
+    assert json.loads((variant / "metadata.json").read_text())["id"] == name
+    # Neither the package nor its ops.
+    lines = {line for path in variant.rglob("*.py") for line in path.read_text().splitlines()}
+    assert [line for line in lines if re.search(r"^ *(from|import) torch_specops|[\".]specops\b", line)] == []
+    spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    copies = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, copies)
+    spec.loader.exec_module(copies)
+    for op in torch_specops.ops.__all__:
+        args = next(iter(sample_inputs(op))).args
+        expected = getattr(torch_specops, op)(**args)
+        # With a gradient, the public function calls the op.
+        first = next(iter(args))
+        for given in (args, args | {first: args[first].clone().requires_grad_()}):
+            torch.testing.assert_close(getattr(copies, op)(**given), expected, rtol=0, atol=0, equal_nan=True)
+        assert hasattr(getattr(torch.ops, name), op)
 
 
 def test_rollouts(run: Run, models: dict[str, str], tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def in_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
 def serve(rank: int, store: str, connection: Connection) -> None:
     # As pyproject.toml says of the tests' own process.
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script(_method)?` is deprecated")
+    warnings.filterwarnings("ignore", "`torch.jit.script(_method)?` is (deprecated|not supported)")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=TIMEOUT)

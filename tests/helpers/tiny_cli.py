@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from torch_specops import cli
+from torch_specops_command import app
 
 TEXT = "a stack of items: push an item, pop an item. être, 日本, 🙂"
 
@@ -36,7 +36,7 @@ def save_model(directory: Path, seed: int, vocab_size: int = 280) -> str:
 def run(*arguments: str, **environment: str) -> Result:
     # Wide enough that no word of the help is broken.
     environment = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"} | environment
-    return CliRunner().invoke(cli.app, list(arguments), env=environment)
+    return CliRunner().invoke(app, list(arguments), env=environment)
 
 
 def demo(target: str, *arguments: str) -> Result:

@@ -1,3 +1,3 @@
-from . import main
+from torch_specops_command import main
 
 main()

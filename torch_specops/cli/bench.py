@@ -123,8 +123,7 @@ def bench(
     table explain the columns. Compiling is not part of tok/s, and on CUDA "MB" is the peak memory without the models.
     At temperature 0 the outputs are compared.
 
-    After Ctrl-C or an error, the results so far are shown and written. Exit codes: 1 an output differs beyond rounding,
-    2 an error, 130 Ctrl-C.
+    After Ctrl-C or an error, the results so far are shown and written.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("json_file", "plot_file")}
     console = options.new_console()

@@ -74,8 +74,7 @@ def demo(
     without the draft, and both texts are compared. Runs with the draft and without it take turns, and one of them is
     called faster only if it was faster in every turn. If decoding seems slower with the draft, it is timed once more.
 
-    Ctrl-C stops the text or the comparison; the numbers so far are still shown. Exit codes: 1 the texts differ, 2 a
-    wrong argument or a missing package, 130 Ctrl-C.
+    Ctrl-C stops the text or the comparison; the numbers so far are still shown.
     """
     console = options.new_console()
     with options.errors_in_one_line(), options.threads_restored():

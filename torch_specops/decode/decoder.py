@@ -35,6 +35,7 @@ from .inputs import (
 from .keywords import refuse_unknown
 from .models import check_pair
 from .output import GenerationOutput, GenerationStats, Step, Streamer, shortened, streamer_calls
+from .ranks import check_ranks
 from .requests import Completion, Request, largest
 from .rows import BatchRules, RowRule
 from .session import Completions, Session
@@ -69,7 +70,7 @@ class SpeculativeDecoder:
             measured times and acceptance; `schedules.Auto`); "constant" (K); "heuristic" (begin with K; 2 more after a
             step whose drafts were all accepted, otherwise 1 fewer; at most 20, or K if that is more; compiled steps
             round down, as `schedules.Heuristic` says); or a `Schedule`. None = "auto" for deterministic drafts,
-            otherwise "constant".
+            otherwise "constant", as with a sharded target (docs/tensor_parallel.md).
         sampling: temperature 0 = greedy; None = temperature 1, whatever the target's generation config says
             (`SamplingParams.from_generation_config` reads that config). A mapping has fields of `SamplingParams`.
             `generate` can override the sampling for one call.
@@ -97,7 +98,8 @@ class SpeculativeDecoder:
             something may depend on what is read with a token, or `torch.autocast` in a call.
         RuntimeError: from any method, while another thread uses this decoder or one that shares a `LanguageModel` with
             it (docs/serving.md, "Threads"); or when called from inside a step of such a decoder. With `invariant`, from
-            the first call, if bits differ in a comparison of a few tokens; names the module.
+            the first call, if bits differ in a comparison of a few tokens; names the module. From a call that differs
+            on the ranks of a sharded target; names the arguments.
 
     Examples:
         >>> import torch, transformers, torch_specops
@@ -136,7 +138,10 @@ class SpeculativeDecoder:
             num_draft_tokens = (None if source is None else source.default_draft_tokens) or 5
         num_draft_tokens = checks.check_int("num_draft_tokens", num_draft_tokens, 1)
         limit, deterministic = (None, False) if source is None else (source.max_draft_tokens, source.deterministic)
-        chosen = schedules.as_schedule(schedule, num_draft_tokens, limit, deterministic)
+        is_sharded = self.target.ranks is not None
+        if is_sharded and (schedule == "auto" or isinstance(schedule, schedules.Auto)):
+            raise ValueError("schedule: 'auto' measures times, which differ on the ranks of a sharded target")
+        chosen = schedules.as_schedule(schedule, num_draft_tokens, limit, deterministic and not is_sharded)
         if source is None:
             chosen = schedules.Constant(0)
         self.sampling = checked_sampling(sampling) or SamplingParams()
@@ -439,6 +444,7 @@ class SpeculativeDecoder:
             check_room(self.target, longest, self.max_length)
             self._compiled_steps.choose_compile(int((state.limits - state.lengths).max()))
             capacity = self._compiled_steps.capacity(longest, self.max_length)
+            check_ranks(self._compiled_steps, {"": prompts})
             stream = self._guard.begin_stream()
             with self._guard.computing(stream):
                 # Forget the old batch first, so that `output` does not return its sequences if the prefill is

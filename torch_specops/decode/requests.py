@@ -333,6 +333,8 @@ def read_request(
         max_time = checks.check_number("max_time", max_time)
         if not 0 <= max_time <= sys.float_info.max and max_time != math.inf:
             raise ValueError(f"max_time: expected seconds >= 0, or None for no limit, got {max_time}")
+        if target.ranks is not None:
+            raise ValueError("max_time: expected None, because the clocks of a sharded target's ranks differ")
     has_encoder = target.reads_inputs
     if (inputs is not None) != has_encoder and not target.reads_images:
         expected = "those of the target's encoder" if has_encoder else "None, because the target reads tokens alone"

@@ -23,6 +23,7 @@ from .compiled import CompiledSteps
 from .guard import Guard
 from .inputs import Prompts, check_room, check_tokens, checked_logprobs, read_prompts
 from .output import GenerationStats, TopLogprobs
+from .ranks import check_ranks
 from .requests import Completion, Handle, Request, read_request
 from .state import ROOM
 
@@ -307,6 +308,9 @@ class Session:
             has_images = handle.prompt.inputs is not None and self._steps.target.reads_images
             handle.free_inputs()
             (with_images if has_images else admitted)[row] = handle.prompt
+        names = [None if handle is None else f"request {handle.index}" for handle in self._rows]
+        new = {f"{names[row]}: ": prompt for row, prompt in (admitted | with_images).items()}
+        check_ranks(self._steps, new, requests=names)
         if admitted:
             assert self._batch is not None
             self._batch.fill(admitted)

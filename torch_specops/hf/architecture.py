@@ -88,11 +88,11 @@ def check_can_decode(model: PreTrainedModel) -> None:
             "load it without a device_map that spreads it and without offload to the CPU or a disk"
         )
 
-    num_ranks = max((p.device_mesh.size() for p in model.parameters() if hasattr(p, "device_mesh")), default=1)
-    if num_ranks > 1 and is_sharded(model):
+    ranks = ranks_of(model)
+    if ranks is not None and is_sharded(model):
         raise ValueError(
-            f"model: its weights are sharded (fully_shard) over {num_ranks} ranks, whose forwards wait for each other, "
-            "and texts end at different steps; decode with a model that has whole weights"
+            f"model: its weights are sharded (fully_shard) over {ranks.size()} ranks, whose forwards wait for each "
+            "other, and texts end at different steps; decode with a model that has whole weights"
         )
 
 
@@ -114,6 +114,13 @@ def _check_layers(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model: {type(model).__name__} cannot be rolled back: {reason}; decode with transformers alone"
         )
+
+
+def ranks_of(model: nn.Module) -> Any:
+    """The group of ranks over which the weights are sharded (`tp_plan`, FSDP2); None = the model is whole."""
+    meshes = [weight.device_mesh for weight in model.parameters() if hasattr(weight, "device_mesh")]
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    return None if mesh is None or mesh.size() == 1 else mesh.get_group(max(range(mesh.ndim), key=mesh.size))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -165,6 +172,8 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     which would break the graph."""
     if is_sharded(model):
         return f"fully_shard gathers the weights of {type(model).__name__} in hooks that torch does not compile"
+    if ranks_of(model) is not None:
+        return "compiled steps of a model that is sharded over ranks are not tested"
     kind = next((kind for _, kinds in growing_rotaries(model) for kind in kinds), None)
     return kind and f"the {kind!r} rotary embedding of {type(model).__name__} looks at the lengths of texts"
 

@@ -21,6 +21,7 @@ from .architecture import (
     computes_positions,
     layers_of,
     max_length,
+    ranks_of,
     why_not_compiled,
     windows,
 )
@@ -221,6 +222,10 @@ class TransformersModel(FeatureModel, TreeModel):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.model.device
+
+    @property
+    def ranks(self) -> Any:
+        return ranks_of(self.model)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:  # type: ignore[override]

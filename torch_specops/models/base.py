@@ -109,6 +109,8 @@ class LanguageModel(Part, ABC):
             end.
         invariant: True = the logits after a text are a function of the text, to the last bit: they do not depend on
             what else is read, in which pieces, or on what the cache held before.
+        ranks: the process group whose ranks have a shard of the weights each; the loop compares their calls. None =
+            this process has the whole model.
     """
 
     vocab_size: int
@@ -125,6 +127,7 @@ class LanguageModel(Part, ABC):
     reads_images: bool = False
     keeps_states: bool = False
     invariant: bool = False
+    ranks: Any = None
 
     @abstractmethod
     def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:

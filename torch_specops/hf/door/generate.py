@@ -20,6 +20,7 @@ from ...decode.rows import BatchRules
 from ...drafts import MTP, AnyDraft, DFlash, EarlyExit, Gemma4Assistant, PromptLookup
 from ...drafts.dflash_files import read_drafter
 from ...schedules import Schedule
+from ..architecture import ranks_of
 from ..cache import CACHE_NAMES
 from ..encoder_decoder import EncoderDecoderModel
 from ..gemma4_assistant import is_gemma4_assistant
@@ -148,6 +149,8 @@ def custom_generate(
     mask = _prompt_mask(model, input_ids, has_mask, model_kwargs)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     sampling = read_processors(own_processors, input_ids, mask, generation_config, vocab_size, draft_model)
+    if generation_config.max_time is not None and ranks_of(model) is not None:
+        raise ValueError("max_time: expected None, because the clocks of a sharded target's ranks differ")
     inputs, encoded = image_inputs or None, None
     # transformers repeats each prompt `num_return_sequences` times, but not its images. Pass each prompt once, because
     # the loop repeats prompts and images itself.
