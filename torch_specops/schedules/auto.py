@@ -181,9 +181,9 @@ class Auto(Schedule):
             extra = costs.extra(plain, read, num_proposed) + catching_up / left
             gain = worth - base * luck.loss - extra
             if step.is_refilled and num_texts > 1:
-                # Longer steps make fewer tokens in the same time, so compare what equal times gain. Not where rows wait
-                # for the slowest, because `luck` already draws the number of drafts down, nor for a single row, whose
-                # estimated probabilities vary most: there too few drafts cost more than too many.
+                # A longer step takes time in which other steps would gain too, so compare what equal times gain. Not
+                # where rows wait for the slowest, because `luck` already lowers the number of drafts, nor for a single
+                # row, whose estimated probabilities vary so much that the number would often be too low.
                 gain /= base + extra
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
