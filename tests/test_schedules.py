@@ -366,6 +366,17 @@ def test_auto_keeps_costs_for_each_number_of_rows() -> None:
                 assert time < (1 + LOST + RETIMED) * best + 2 * seconds(num_texts)
 
 
+@pytest.mark.parametrize(("seconds", "drafting", "chance"), [(stepped, 0.3, 0.9), (flat, 0.1, 0.8)])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_auto_in_refilled_batches(seconds: Seconds, drafting: float, chance: float, is_compiled: bool) -> None:
+    """Drafts that are good and dear are as many as the best constant number: each takes time in which others are
+    made, at the rate of steps with drafts."""
+    options: dict[str, Any] = {"looks_up": False, "drafting": drafting, "is_compiled": is_compiled, "is_refilled": True}
+    texts = [a_text(200, lambda position: chance, row) for row in range(24)]
+    bound = (1 + LOST + RETIMED) * best_constant(texts, seconds, 8, **options) + learning(8)
+    assert Loop(Auto(10), seconds, **options).run(texts, 8) < bound
+
+
 @pytest.mark.parametrize("looks_up", [True, False])
 def test_auto_with_texts_that_change(looks_up: bool) -> None:
     """From predictable to not, and back, every 200 tokens: better than any constant, and near the best of each part."""

@@ -178,7 +178,13 @@ class Auto(Schedule):
             read = plain * (1 + level) if step.is_compiled else plain + (0 if step.reads_prompts else len(offers))
             # Looked-up drafts are already proposed here, so proposing costs nothing more.
             num_proposed = 0 if step.looks_up else level
-            gain = worth - base * luck.loss - costs.extra(plain, read, num_proposed) - catching_up / left
+            extra = costs.extra(plain, read, num_proposed) + catching_up / left
+            gain = worth - base * luck.loss - extra
+            if step.is_refilled and num_texts > 1:
+                # A longer step takes time in which other steps would gain too, so compare what equal times gain. Not
+                # where rows wait for the slowest, because `luck` already lowers the number of drafts, nor for a single
+                # row, whose estimated probabilities vary so much that the number would often be too low.
+                gain /= base + extra
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
                 choices.append(_Choice(gain, risk, level, len(offers)))
@@ -349,7 +355,7 @@ class _Choice(NamedTuple):
     """A candidate plan: verify the first `num_offers` of the drafts on offer, at most `level` per row.
 
     Args:
-        gain: the expected gain, in steps.
+        gain: the expected gain, in steps; with several rows of a refilled batch, divided by the time of the step.
         risk: the loss if all drafts are wrong.
     """
 
