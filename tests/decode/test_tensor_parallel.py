@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_docs import PYTHON
@@ -146,6 +147,7 @@ def answer(rank: int, folder: str, connection: Connection) -> None:
     connection.send((texts, behind[0, ids.shape[1] :].tolist(), type(schedule), said, printed.getvalue()))
 
 
+@pytest.mark.slow
 def test_ranks_write_the_same_texts_or_say_what_differs(tmp_path: Path) -> None:
     """The texts are those of the whole model. The block of the page runs too."""
     whole = tiny("llama")

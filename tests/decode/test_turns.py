@@ -182,6 +182,22 @@ def test_a_vocabulary_that_grows_and_shrinks() -> None:
         next(stream)
 
 
+def test_a_request_that_a_smaller_vocabulary_refuses() -> None:
+    """Its row has the log-probabilities of the request before."""
+    target = PairModel(random_table(12, 0))
+    session = SpeculativeDecoder(target, sampling=GREEDY).session(1, max_length=32, logprobs="raw")
+    handles = [session.submit(Request([1, 2], max_new_tokens=5))]
+    while not handles[0].done:
+        session.step()
+    handles.append(session.submit(Request([11], max_new_tokens=3)))
+    target.table, target.vocab_size = random_table(10, 1), 10
+    handles.append(session.submit(Request([3], max_new_tokens=2)))
+    while not handles[2].done:
+        session.step()
+    reasons = [(handle.result().finish_reason, len(handle.result().logprobs)) for handle in handles]
+    assert reasons == [("length", 5), ("error", 0), ("length", 2)]
+
+
 @pytest.mark.parametrize("call", ["generate", "beam search"])
 def test_a_refused_call_that_sees_a_change(call: str) -> None:
     """Other streams then read again, as behind a call that is not refused, and do not mix two models' keys."""
