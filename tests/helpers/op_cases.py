@@ -216,12 +216,15 @@ class Call(nn.Module):
         return call(self.op, tensors | self.numbers)
 
 
-class _WithoutValues(TorchDispatchMode):
-    """What a compiler records: no operator may read a value."""
-
+# A class of its own: torch wraps such a method of a mode itself for Dynamo, which takes longer than most operators.
+class _Watch:
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert torch.Tag.data_dependent_output not in func.tags, f"a traced op calls {func}"
         return func(*args, **(kwargs or {}))
+
+
+class _WithoutValues(_Watch, TorchDispatchMode):
+    """What a compiler records: no operator may read a value."""
 
 
 def call_traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
