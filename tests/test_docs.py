@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torch_specops
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "docs" / "api" / "ops.md"])
 # A line of code as wide as the column of text at 1280 pixels.
 COLUMNS = 84
 # Why a block is not run here, as its title says it to readers, and how many there are.

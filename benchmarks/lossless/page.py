@@ -15,10 +15,10 @@ from markdown_table import table  # noqa: E402
 
 PAGE = ROOT / "docs" / "lossless.md"
 RESULT = ROOT / "benchmarks" / "results" / "2026-11-27-cpu-lossless.json"
-HEADER = "row | what | setting | texts | tokens a pass | test | TV | by chance | p-value | visible | law | greedy"
+HEADER = "law | row | what | setting | greedy | texts | tokens a pass | test | TV | by chance | p-value | visible"
 LINE = (
-    "`{row}` | {what} | {setting} | {trials:,} | {per_pass:.2f} | {test} | {tv:.3f} | {by_chance:.3f} | {p_value:.2g} "
-    "| {visible:.3f} | {law} | {greedy}"
+    "{law} | `{row}` | {what} | {setting} | {greedy} | {trials:,} | {per_pass:.2f} | {test} | {tv:.3f} "
+    "| {by_chance:.3f} | {p_value:.2g} | {visible:.3f}"
 )
 MARKS = "<!-- table: lossless -->\n", "<!-- end -->"
 

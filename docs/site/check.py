@@ -4,9 +4,10 @@
     python docs/site/check.py build/site --screenshots FOLDER
 
 Pages are found by links from the first one on. An error is a link or an anchor that leads nowhere, a file that is asked
-of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, a line of code
-that is cut on a desk, text that is too faint, and a search that does not find its page. Playwright's own Chromium is
-used, or the one that CHROMIUM names.
+of another host, an error of a script, a formula that is not rendered, a page that is wider than a phone, text or a
+picture that is cut (on a desk also what one must scroll to, on a phone what nothing scrolls to), text that is too
+faint, a header without version, and a search that does not find its page first. Playwright's own Chromium is used, or
+the one that CHROMIUM names.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from playwright.sync_api import Page, Response, sync_playwright
 
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 SHOWN = ("", "quickstart/", "drafts/", "own_loop/", "math/", "api/ops/", "examples/quickstart/", "evidence_leviathan/")
-# What is searched for, and the page that must be among the first three results.
+# What is searched for, and the page that must be the first result.
 SEARCHES = {
     "verify_exact": "api/ops/",
     "install": "install/",
     "quickstart": "quickstart/",
+    "streaming": "serving/",
+    "stop": "serving/",
+    "logprobs": "rollouts/",
+    "tree": "capabilities/",
     "gpu": "gpu/",
     "hybrid": "models/",
+    "server": "serving/",
     "own loop": "own_loop/",
 }
 # Text outside code that looks like a formula in its source.
@@ -78,8 +84,33 @@ FAINT = r"""() => {
     }
     return [...found.values()];
 }"""
-CUT = """() => [...document.querySelectorAll('article pre > code')]
-    .filter(code => code.scrollWidth > code.clientWidth).map(code => code.innerText.slice(0, 60))"""
+# What ends to the right of a box around it: in one that scrolls it is cut on a desk only, unless it is a formula.
+CUT = """isDesk => {
+    const found = new Map();
+    const walker = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_ALL);
+    while (walker.nextNode()) {
+        const node = walker.currentNode, isText = node.nodeType === Node.TEXT_NODE, parent = node.parentElement;
+        if (!(isText ? node.data.trim() : node.tagName === 'IMG')) continue;
+        if (parent.closest('.headerlink, .arithmatex')) continue;
+        const range = document.createRange();
+        range.selectNode(node);
+        const right = Math.max(...[...range.getClientRects()].map(each => each.right));
+        for (let box = parent; box; box = box.parentElement) {
+            const kind = box === document.body ? 'hidden' : getComputedStyle(box).overflowX;
+            if (kind === 'visible') continue;
+            const scrolls = kind !== 'hidden' && kind !== 'clip';
+            if (scrolls && !isDesk) break;
+            const edge = box.getBoundingClientRect().right;
+            if (right > edge + 1) {
+                const where = parent.closest('table, pre, p, li') || parent;
+                found.set(where, `${box.tagName} ends at ${Math.round(edge)}, ${Math.round(right)}: ` +
+                    (isText ? node.data : node.src).trim().slice(0, 40));
+                break;
+            }
+        }
+    }
+    return [...found.values()];
+}"""
 LINKS = "() => [...document.querySelectorAll('a[href]')].map(a => a.href)"
 RESULTS = "links => links.map(link => link.href.split('#')[0])"
 IDS = "() => [...document.querySelectorAll('[id], a[name]')].map(each => each.id || each.name)"
@@ -113,6 +144,8 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
             ids[here] = set()
             continue
         ids[here] = set(page.evaluate(IDS))
+        if here.endswith(".txt"):
+            continue
         errors += [f"{here}: not rendered: {text!r}" for text in page.evaluate(UNRENDERED)]
         for link in page.evaluate(LINKS):
             if link.startswith(root):
@@ -121,10 +154,12 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
                 if place not in ids:
                     waiting.setdefault(place, here)
         name = here.removeprefix(root)
-        errors += [f"{here}: a line is cut on a desk: {text!r}" for text in page.evaluate(CUT)]
         errors += [f"{here}: too faint: {text}" for text in page.evaluate(FAINT)]
+        if not page.locator(".md-header__source").is_visible():
+            errors.append(f"{here}: the header has no version")
         for device, size in (("desk", DESK), ("phone", PHONE)):
             page.set_viewport_size(size)
+            errors += [f"{here}: cut on a {device}: {text}" for text in page.evaluate(CUT, device == "desk")]
             width = page.evaluate("() => document.documentElement.scrollWidth")
             if width > size["width"]:
                 errors.append(f"{here}: is {width} pixels wide on a {device} of {size['width']}")
@@ -141,8 +176,8 @@ def check(page: Page, root: str, screenshots: Path | None) -> list[str]:
         page.wait_for_selector(".md-search-result__link", timeout=10_000)
         found = page.eval_on_selector_all(".md-search-result__link", RESULTS)
         pages = list(dict.fromkeys(link.removeprefix(root).split("?")[0] for link in found))
-        if name not in pages[:3]:
-            errors.append(f"a search for {words!r} does not find {name}, but {pages[:5]}")
+        if name != pages[0]:
+            errors.append(f"a search for {words!r} does not find {name} first, but {pages[:5]}")
     if screenshots is not None:
         page.screenshot(path=screenshots / "search.png")
     print(f"{len(ids)} pages, {len(links)} links")

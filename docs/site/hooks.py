@@ -29,7 +29,37 @@ PAGES = {
 }
 PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
 SOURCES = {page: source for source, page in PAGES.items()}
-BACKGROUND = "examples/|evidence|math|performance|pitfalls|design|vocabulary|benchmarks|contributing|changelog"
+BACKGROUND = (
+    "api/more|examples/|evidence|lossless|math|performance|pitfalls|design|vocabulary|benchmarks|contributing|changelog|"
+    "security"
+)
+# What a reader may ask a search for, and the guide's headings do not say.
+ASKED = {
+    "capabilities.md": ["tree"],
+    "own_loop.md": ["own loop"],
+    "rollouts.md": ["logprobs"],
+    "serving.md": ["server", "stop", "streaming"],
+}
+# These have tables that need the room of the list of headings.
+WIDE = (
+    "lossless.md",
+    "performance.md",
+    "benchmarks.md",
+    "evidence_leviathan.md",
+    "evidence_wagner.md",
+    "evidence_chen.md",
+)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The header's link names the version; it leads to the source, or to the changelog while no host is known."""
+    (version,) = re.findall(
+        r'^__version__ = "(.+)"$', (ROOT / "torch_specops" / "__init__.py").read_text(), re.MULTILINE
+    )
+    repository = config.extra["repository"]
+    config.repo_url = repository or "changelog/"
+    config.repo_name = f"{version}, source" if repository else f"{version}, what is new"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -75,14 +105,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
     # The list of headings makes room for lines of 120 columns.
-    if source.endswith(".py") or source == "CONTRIBUTING.md":
+    if source.endswith(".py") or source == "CONTRIBUTING.md" or here in WIDE:
         page.meta["hide"] = ["toc"]
-    # A search finds guides and the API before what stands behind them.
-    page.meta["search"] = {"boost": 0.2 if re.match(BACKGROUND, here) else 2 if here.startswith("api/") else 1}
+    # The list of pages of the first one is itself.
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]
+    page.meta["tags"] = ASKED.get(here, [])
+    # A search finds guides first, then the API, then what stands behind them.
+    page.meta["search"] = {"boost": 0.2 if re.match(BACKGROUND, here) else 1 if here.startswith("api/") else 4}
     # GitHub chooses one of two pictures by the reader's colour scheme, and the site by its own switch.
     markdown = re.sub(
-        r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>',
-        r"![\2](\3#only-light) ![\2](\1#only-dark)",
+        r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img ([^>]*?)alt="([^"]+)" src="([^"]+)">\s*</picture>',
+        r"![\3](\4#only-light){: \2} ![\3](\1#only-dark){: \2}",
         markdown,
     )
 
@@ -94,9 +128,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[{text}]({posixpath.relpath(page, posixpath.dirname(here) or '.')}{anchor})"
         if not (ROOT / place).exists():
             raise FileNotFoundError(f"{source}: a link leads to {place}, which does not exist")
-        # A file without a page can be shown where the repository is, if that is known.
-        repository = config.extra["repository"]
-        return f"[{text}]({repository}/blob/main/{place})" if repository else text
+        # A file without a page is shown where the repository is, and by the site itself while no host is known.
+        if repository := config.extra["repository"]:
+            return f"[{text}]({repository}/blob/main/{place})"
+        if (ROOT / place).is_dir():
+            return text
+        shown = f"source/{place}.txt"
+        if files.get_file_from_path(shown) is None:
+            files.append(File.generated(config, shown, content=(ROOT / place).read_text()))
+        return f"[{text}]({posixpath.relpath(shown, posixpath.dirname(here) or '.')}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)", moved, part) for part in parts[::2]]
