@@ -88,11 +88,10 @@ def check_can_decode(model: PreTrainedModel) -> None:
             "load it without a device_map that spreads it and without offload to the CPU or a disk"
         )
 
-    ranks = ranks_of(model)
-    if ranks is not None and is_sharded(model):
+    if ranks_of(model) is not None and is_sharded(model):
         raise ValueError(
-            f"model: its weights are sharded (fully_shard) over {ranks.size()} ranks, whose forwards wait for each "
-            "other, and texts end at different steps; decode with a model that has whole weights"
+            "model: its weights are sharded (fully_shard) over several ranks, whose forwards wait for each other, and "
+            "texts end at different steps; decode with a model that has whole weights"
         )
 
 
