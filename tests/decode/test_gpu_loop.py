@@ -40,7 +40,10 @@ from torch_specops.drafts import (
     PromptLookup,
     SuffixLookup,
 )
+from torch_specops.hf import attention as grouped
 from torch_specops.hf import language_model
+from torch_specops.ops import attention
+from torch_specops.ops.attention import attend_causal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiles")]
 
@@ -200,6 +203,34 @@ def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
         found = run(loop)
         assert new_tokens(found) == new_tokens(expected)
         assert found.stats.num_accepted == expected.stats.num_accepted
+
+
+@pytest.mark.parametrize("kind", ["none", "model"])
+def test_long_prompts_are_read_by_causal_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of different lengths, prompts that an eager step reads with its drafts, and new prompts in some rows."""
+    counts: list[int] = []
+
+    def counted(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        counts.append(queries.shape[2])
+        return attend_causal(queries, keys, values, scale)
+
+    monkeypatch.setattr(grouped, "attend_causal", counted)
+    monkeypatch.setattr(attention, "MIN_CAUSAL_TOKENS", 5)
+    host = decoder("cpu", kind, dtype=torch.float32, compile=False, sampling=GREEDY)
+    for compile, mask in (("auto", MASK), (False, torch.ones_like(MASK))):
+        counts.clear()
+        loop = decoder("cuda", kind, dtype=torch.float32, compile=compile, sampling=GREEDY)
+        texts = [
+            new_tokens(run(each, attention_mask=mask.to(each.target.device), max_new_tokens=3)) for each in (host, loop)
+        ]
+        assert texts[0] == texts[1]
+        # The draft model reads one token less than the target.
+        assert max(counts) == (6 if compile else 7 + NUM_DRAFTS * (kind == "model"))
+
+    counts.clear()
+    requests = [Request([7, 5, 7, 4, 9, 8][: 6 - row % 2], 2, GREEDY) for row in range(4)]
+    assert many(loop, requests, 2) == many(host, requests, 2)
+    assert counts and max(counts) == 5
 
 
 @pytest.mark.parametrize("kind", ["lookup", "history", "model", "head", "mtp"])

@@ -38,6 +38,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "rows and drafts of a graph": ((8, 5), (2, 1)),
     "replays": (5, 2),
     "elements that 32 bits cannot count": (2**31, 2**10),
+    "tokens of a long text": (4096, 40),
     "trials of a law": (2**20, 2**4),
     "new tokens of three rows": ([20, 30, 9], [5, 7, 2]),
     "drafts of a loop": (4, 2),

@@ -72,20 +72,22 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("family", DECODERS)
 @torch.inference_mode()
 def test_spans_and_masks_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged rows, a rollback, and sliding windows."""
+    """Ragged rows, a rollback, sliding windows, and texts that are read as long ones are on CUDA."""
     adapter = language_model(tiny(family).float())
     tokens = torch.randint(0, adapter.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
     found = {}
-    for use_spans in (False, True):
-        monkeypatch.setattr(models, "spans_serve", lambda *_, serve=use_spans: serve)
+    for way in ("mask", "spans", "long"):
+        monkeypatch.setattr(models, "spans_serve", lambda *_, serve=way != "mask": serve)
+        monkeypatch.setattr(models, "is_long_text", lambda at, is_long=way == "long": is_long and at.shape[1] == 10)
         adapter.start(3, 32)
         parts = []
         for starts in ([0, 0, 0], [9, 5, 10], [14, 3, 8]):
             width = 10 if starts == [0, 0, 0] else 4
             positions = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
             parts.append(adapter.forward(tokens.gather(1, positions), positions))
-        found[use_spans] = torch.cat(parts, 1)
-    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
+        found[way] = torch.cat(parts, 1)
+    for way in ("spans", "long"):
+        torch.testing.assert_close(found[way], found["mask"], rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_step_attends_to_spans(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:

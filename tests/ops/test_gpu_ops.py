@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gpu_suite
 import pytest
 import torch
-from attention_cases import CASES, AttentionCase
+from attention_cases import CASES, TOLERANCE, AttentionCase
 from gpu_suite import CASE_SETS, CaseSet, call, case_of, filters, is_smoke, no_synchronisation, size, verify_inputs
 from op_cases import OPS, equal
 from report import Report
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import torch_specops
 from torch_specops import testing
-from torch_specops.ops.attention import attend
+from torch_specops.ops.attention import MIN_CAUSAL_TOKENS, attend, attend_causal, is_long_text
 from torch_specops.ops.uniforms import step_uniforms
 from torch_specops.testing import chi_square
 
@@ -65,6 +66,35 @@ def test_attention_agrees_with_the_oracle(case: AttentionCase) -> None:
         output = attend(*case.arguments("cuda"))
     assert case.error(output) <= 1
     assert torch.equal(output, attend(*case.arguments("cuda")))
+
+
+# Kinds that flash attention does not take with grouped queries.
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 64), (torch.bfloat16, 320)])
+def test_causal_attention_writes_no_scores(dtype: torch.dtype, head_dim: int) -> None:
+    count = size("tokens of a long text")
+    *tensors, spans, scale = AttentionCase(2, 4, 2, count, count, head_dim, dtype).arguments()
+    # A cache has more slots than the text.
+    queries, *caches = (each.cuda() for each in tensors)
+    caches = [torch.cat([each, torch.full_like(each, math.nan)], 2) for each in caches]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = attend_causal(queries, *caches, scale)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * count**2 * dtype.itemsize
+    queries, *caches = tensors
+    expected = attend(queries[:, :, -16:], *caches, spans[:, -16:], scale)
+    assert output.shape == (2, count, 4, head_dim)
+    assert (output[:, -16:].cpu() - expected).abs().amax() <= TOLERANCE[dtype]
+
+
+def test_long_texts_begin_in_the_first_slot() -> None:
+    positions = torch.arange(MIN_CAUSAL_TOKENS, device="cuda").expand(2, -1)
+    assert is_long_text(positions)
+    other = torch.stack([positions[0], positions[0] + 1])
+    for short in (positions[:, :-1], positions + 1, other, positions.cpu()):
+        assert not is_long_text(short)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        assert not is_long_text(positions)
+        positions + 1
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..ops import invariant
-from ..ops.attention import attend, attend_masked
+from ..ops.attention import attend, attend_causal, attend_masked
 
 SDPA, GROUPED, INVARIANT = "sdpa", "torch_specops_grouped_sdpa", "torch_specops_invariant"
 
@@ -37,7 +37,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """The result of transformers' "sdpa" for queries [B, G * heads, n, D] and keys [B, heads, W, D].
 
-    Instead of a mask, `attention_mask` may hold spans of slots for `attend`, [B, 1, n, 2] int64.
+    Instead of a mask, `attention_mask` may hold spans of slots for `attend`, [B, 1, n, 2] int64. An empty tensor of
+    int64 says that the queries are whole texts and attend to all earlier tokens (`attend_causal`).
 
     Queries of several sequences may be packed into one row, [1, G * heads, N, D]. They are then ordered by sequence and
     contain no padding. The mask [B, 1, n, W] shows which queries are left out as padding: those whose row is empty.
@@ -48,6 +49,8 @@ def grouped_attention(
     scale = scaling or query.shape[3] ** -0.5
     if attention_mask.dtype == torch.int64:
         query = query.to(value.dtype)
+        if attention_mask.numel() == 0:
+            return attend_causal(query, key, value, scale), None
         return attend(query, key, value, attention_mask.squeeze(1), scale), None
     if query.shape[0] < attention_mask.shape[0]:
         return _attend_packed(attend_masked, query, key, value, attention_mask, scale), None

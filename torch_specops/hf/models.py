@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..models.base import FeatureModel, RowState, TreeModel, settings_of
-from ..ops.attention import spans_of, spans_serve
+from ..ops.attention import is_long_text, spans_of, spans_serve
 from ..ops.invariant import whole_width
 from ..ops.kv_cache import RaggedKeyValues, Window, visible_slots
 from ..ops.tracing import is_eager_cpu
@@ -374,7 +374,7 @@ class TransformersModel(FeatureModel, TreeModel):
             width = self._width(int(positions.amax()) + 1) if is_eager_cpu(positions) else cache.capacity
         with cache.writing_at(positions, width, rows):
             if use_spans:
-                seen = self._for_layers(lambda window: spans_of(positions, window).unsqueeze(1))
+                seen = self._spans(positions)
             elif self._sees_all and cache.first == width - 1:
                 # Each row has one token, at the last slot that is read, so the token sees all these slots.
                 seen = ALL_SEEN
@@ -474,6 +474,18 @@ class TransformersModel(FeatureModel, TreeModel):
         """Apply `seen` to the layers' window; with several kinds of layer, to the window of each kind."""
         found = {kind: seen(window) for kind, window in self._windows.items()}
         return next(iter(found.values())) if len(found) == 1 else found
+
+    def _spans(self, positions: Tensor) -> Seen:
+        """Spans of slots for the attention of tokens at positions [A, n], empty where a layer attends to all earlier
+        tokens of long texts (`grouped_attention`)."""
+        count = positions.shape[1]
+        is_long = is_long_text(positions)
+
+        def spans(window: Window | None) -> Tensor:
+            seen = spans_of(positions, window).unsqueeze(1)
+            return seen[..., :0] if is_long and (window is None or window.size >= count) else seen
+
+        return self._for_layers(spans)
 
     def _mask(self, positions: Tensor, slot_positions: Tensor, own_text: Tensor | None = None) -> Seen:
         def mask(window: Window | None) -> Tensor:

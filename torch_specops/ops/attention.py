@@ -6,6 +6,8 @@ call reads the slots up to the largest end of a span.
 
 Compiled code calls the op without inlining it. On a CPU the number of slots depends on data, and on CUDA Inductor would
 analyse the kernels again for every layer of a model.
+
+On CUDA, torch's causal attention reads long prompts (`attend_causal`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 
 from .kv_cache import Window
 from .registration import register_op
-from .tracing import is_eager_cpu
+from .tracing import is_eager_cpu, is_traced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,6 +28,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_SPAN_CAPACITY = 2048
 # A forward with more new tokens than this is a prefill, not a decode step.
 MAX_STEP_TOKENS = 32
+# On CUDA, texts of at least this many tokens are read by `attend_causal`. `attend` is made for a few queries: a program
+# has 64 of them and reads 32 slots at a time. In shorter texts, attention is at most 2 % of the products of a forward
+# of Llama-2 7B (n * 4096 / 202e6). This is computed; no GPU has run it.
+MIN_CAUSAL_TOKENS = 1024
 
 
 def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
@@ -39,6 +45,18 @@ def spans_serve(positions: Tensor, capacity: int, dtype: torch.dtype) -> bool:
         # prefill they avoid the mask.
         return positions.shape[1] > MAX_STEP_TOKENS
     return torch.compiler.is_dynamo_compiling() and capacity >= MIN_SPAN_CAPACITY
+
+
+def is_long_text(positions: Tensor) -> bool:
+    """True if an eager call on CUDA reads at least `MIN_CAUSAL_TOKENS` tokens at positions [B, n], which are 0 to n - 1
+    in each row. The host then waits for the device, to look at them."""
+    count = positions.shape[1]
+    if positions.device.type != "cuda" or count < MIN_CAUSAL_TOKENS or is_traced():
+        return False
+    # A step that is captured cannot wait, and is not a prompt.
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.equal(positions, torch.arange(count, device=positions.device).expand_as(positions))
 
 
 def attention_dtype(tensor: Tensor) -> torch.dtype:
@@ -91,14 +109,22 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale:
         if width == count > MAX_STEP_TOKENS and torch.equal(
             spans, spans_of(torch.arange(count, device=spans.device), None).expand_as(spans)
         ):
-            # The tokens are a whole prompt. Use causal attention, which does not compute the masked scores.
-            output = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
-            )
-            return output.transpose(1, 2).contiguous()
+            return attend_causal(queries, keys, values, scale)
     slots = torch.arange(keys.shape[2], device=keys.device)
     seen = (slots >= spans[..., :1]) & (slots <= spans[..., 1:])
     return attend_masked(queries, keys, values, seen.unsqueeze(1), scale)
+
+
+def attend_causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """`attend` for whole texts: query i attends to the slots 0 to i. The masked scores are not computed."""
+    count, group = queries.shape[2], queries.shape[1] // keys.shape[1]
+    keys, values = keys[:, :, :count], values[:, :, :count]
+    if queries.device.type == "cuda":
+        # On CUDA, only flash attention takes grouped queries, and it takes neither float32 nor heads wider than 256.
+        # Otherwise torch would write the scores of all heads, [B, G * H, n, n].
+        keys, values, group = _for_each_query_head(keys, group), _for_each_query_head(values, group), 1
+    output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=group > 1)
+    return output.transpose(1, 2).contiguous()
 
 
 def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -108,7 +134,7 @@ def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     if count > head_dim:
         # Repeat the keys for each query head. Folding the heads would copy the mask, which is larger than the keys of a
         # long prompt.
-        keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (keys, values))
+        keys, values = _for_each_query_head(keys, group), _for_each_query_head(values, group)
     else:
         # Treat the query heads of a group as additional queries of their shared key head, so that the keys are not
         # copied.
@@ -117,6 +143,11 @@ def attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
             mask = mask.expand(batch, group, -1, -1).reshape(batch, 1, group * count, -1)
     output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return output.reshape(batch, num_heads, count, -1).transpose(1, 2).contiguous()
+
+
+def _for_each_query_head(tensor: Tensor, group: int) -> Tensor:
+    """[B, H, W, D] -> [B, G * H, W, D]."""
+    return tensor.repeat_interleave(group, 1) if group > 1 else tensor
 
 
 def _check(queries: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> None:

@@ -11,12 +11,15 @@ from torch import Tensor
 from . import private
 
 
+def is_traced() -> bool:
+    """True if calls are compiled, exported, recorded by `torch.jit.trace` or run under a dispatch mode."""
+    return torch.compiler.is_compiling() or private.is_recording() or private.num_modes() > 0
+
+
 def is_eager(*tensors: Tensor) -> bool:
     """True if the call may read the data of these tensors: they are plain tensors, and the call is not compiled,
     exported, recorded by `torch.jit.trace`, run on fake tensors or inside `vmap`."""
-    if torch.compiler.is_compiling() or private.is_recording() or private.num_modes() > 0:
-        return False
-    return all(type(x) is Tensor and not private.is_mapped(x) for x in tensors)
+    return not is_traced() and all(type(x) is Tensor and not private.is_mapped(x) for x in tensors)
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
