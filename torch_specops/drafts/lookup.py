@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from .. import checks
 from ..models.base import LanguageModel, placed, settings_of
-from ..ops.tracing import is_eager, is_eager_cpu, normal_tensors
+from ..ops.tracing import is_eager_cpu, is_traced, normal_tensors
 from .base import Draft, DraftSource
 from .eager_lookup import Texts, prompt_lookup, suffix_lookup
 from .history import LARGEST_LEVEL, MOST_TOKENS, NUM_PLACES, NUM_TOKENS, History, Ints, joined
@@ -289,7 +289,7 @@ class SuffixLookup(_Lookup):
     ) -> Draft:
         """Propose the tokens [B, K] that followed the longest match; -1 where nothing matches or no token is likely
         enough."""
-        if self._memory is None and not is_eager(tokens, lengths):
+        if self._memory is None and is_traced():
             raise NotImplementedError(f"memory: expected at most {MOST_SCANNED} in a traced lookup, got {self.memory}")
         if self._memory is None or is_eager_cpu(tokens, lengths):
             return self._propose_on_host(tokens, lengths, num_draft_tokens)
