@@ -1,4 +1,4 @@
-"""Runs every measurement for a GPU, in four calls of at most nine minutes.
+"""Runs every measurement for a GPU, in six calls of at most nine minutes.
 
     python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH]
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
@@ -38,7 +38,7 @@ ROOT = HERE.parent
 TAIL_LINES = 30
 REHEARSED_SECONDS = 200
 INTERRUPTED_SECONDS = 5
-CALLS = (1, 2, 3, 4)
+CALLS = (1, 2, 3, 4, 5, 6)
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ TINY_LOOP = (
     "--target tiny --draft tiny --vocab 40 --batch 1 --num-draft-tokens 1 --prompt 4 --new-tokens 8 --max-length 32"
     " --rounds 2"
 )
+TINY_PROMPT = "--target tiny --dtype float32 --vocab 40 --prompts 40 --max-length 64 --rounds 2"
 BYTES = (
     "--target bytes --draft lookup --dtype float32 --vocab 256 --batch 1 --num-draft-tokens 10 --prompt 353"
     " --new-tokens 96 --max-length 512"
@@ -106,6 +107,9 @@ STEPS = (
     Step("sample", 4, 30, f"bench_sample.py {SAMPLED}", "--batch 1 --vocab 40 --rounds 2"),
     Step("attention", 3, 150, f"bench_attention.py {CACHES}", "--batch 1 --slots 64 --layers 1 --rounds 2 --no-flex"),
     Step("loop-compiled", 4, 420, "bench_loop.py --batch 1", None),
+    Step("loop-compiled-batches", 5, 530, "bench_loop.py --batch 8 16 --rounds 10", None),
+    Step("prompt", 6, 150, "bench_prompt.py", TINY_PROMPT),
+    Step("generate", 6, 385, "bench_generate.py", f"{TINY_LOOP} --max-length 64"),
 )
 
 # What the stand-in for CUDA cannot execute, by name.

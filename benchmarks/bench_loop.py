@@ -2,11 +2,11 @@
 
     python benchmarks/bench_loop.py [--target 7B --draft 1.3B] [--batch 1 8] [--no-inductor] [--profile] [--out F.json]
 
-The models have the shapes of Llama-2 7B, Sheared-LLaMA 1.3B or the package's byte-level target, and random weights that
-are made on the device. A step is one CUDA graph: K drafts, one forward of the target over K + 1 tokens, verification,
-bookkeeping. "forwards" is a graph of the forwards alone, over caches of the same size, compiled and captured in the
-same way; with --draft lookup it is the target's. Both are timed one replay at a time. --no-inductor leaves out
-torch.compile on both sides and compares only what is captured.
+The models have the shapes of Llama-2 7B, Llama-3 8B, Sheared-LLaMA 1.3B or the package's byte-level target, and random
+weights that are made on the device. A step is one CUDA graph: K drafts, one forward of the target over K + 1 tokens,
+verification, bookkeeping. "forwards" is a graph of the forwards alone, over caches of the same size, compiled and
+captured in the same way; with --draft lookup it is the target's. Both are timed one replay at a time. --no-inductor
+leaves out torch.compile on both sides and compares only what is captured.
 
 A record has the two times, the host's time to queue a step, the error of a host synchronisation inside a step (null if
 there is none), tokens per second of a whole `generate`, and memory. Acceptance is that of random weights. --profile
@@ -47,6 +47,13 @@ from torch_specops.hf import language_model
 
 SHAPES = {
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "1.3B": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16},
     "bytes": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "num_attention_heads": 4},
     "tiny": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},

@@ -30,7 +30,7 @@ MIN_SPAN_CAPACITY = 2048
 MAX_STEP_TOKENS = 32
 # On CUDA, texts of at least this many tokens are read by `attend_causal`. `attend` is made for a few queries: a program
 # has 64 of them and reads 32 slots at a time. In shorter texts, attention is at most 2 % of the products of a forward
-# of Llama-2 7B (n * 4096 / 202e6). This is computed; no GPU has run it.
+# of Llama-2 7B (n * 4096 / 202e6). This is computed; on a GPU, `benchmarks/bench_prompt.py` will time both ways.
 MIN_CAUSAL_TOKENS = 1024
 
 
