@@ -13,14 +13,13 @@ and captured in it.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from bench_loop import SHAPES, random_model
-from timing import Report, environment, options_of, settings_of, spread, take_turns
+from timing import Report, environment, options_of, settings_of, spread, take_turns, timer_of_host
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from torch_specops import SamplingParams, SpeculativeDecoder
@@ -62,14 +61,10 @@ def ways_of(
     return ways
 
 
-def seconds(call: Callable[[], list[list[int]]], length: int, _: int) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    texts = call()
-    elapsed = time.perf_counter() - started
-    if {len(text) for text in texts} != {length}:
-        raise RuntimeError(f"expected texts of {length} tokens, got {[len(text) for text in texts]}")
-    return elapsed
+def checked(call: Callable[[], list[list[int]]], length: int) -> None:
+    lengths = list(map(len, call()))
+    if set(lengths) != {length}:
+        raise RuntimeError(f"expected texts of {length} tokens, got {lengths}")
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -91,7 +86,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     models = [random_model(shape, options, device) for shape in (options.target, options.draft)]
     for batch in options.batch:
         length = options.prompt + options.new_tokens
-        runs = {name: partial(seconds, call, length) for name, call in ways_of(*models, batch, options).items()}
+        ways = ways_of(*models, batch, options)
+        runs = {name: timer_of_host(partial(checked, call, length), device) for name, call in ways.items()}
         first = {name: [run(0), run(0)][0] for name, run in runs.items()}
         times = take_turns(runs, options.rounds, warm_up=0)
         rates = {name: batch * options.new_tokens / statistics.median(own) for name, own in times.items()}

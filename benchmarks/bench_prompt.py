@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from bench_loop import SHAPES, random_model
-from timing import Report, environment, options_of, settings_of, spread, take_turns
+from timing import Report, environment, options_of, settings_of, spread, take_turns, timer_of_host
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
 
@@ -58,14 +56,8 @@ def measure(model: LlamaForCausalLM, batch: int, length: int, options: argparse.
     def theirs() -> object:
         return model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=greedy).tolist()
 
-    def seconds(call: Callable[[], object], _: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-
     calls = {name: partial(ours, least) for name, least in WAYS.items()} | {"transformers": theirs}
-    runs = {name: partial(seconds, call) for name, call in calls.items()}
+    runs = {name: timer_of_host(call, model.device) for name, call in calls.items()}
     # A first call captures the step.
     for run in runs.values():
         run(0)

@@ -85,6 +85,18 @@ def call_seconds(call: Call, device: torch.device, lead: Call | None = None) -> 
     return begin.elapsed_time(end) * 1e-3
 
 
+def timer_of_host(call: Call, device: torch.device) -> Callable[[int], float]:
+    """round -> seconds of a call that waits for its result, by the clock, on an idle device."""
+
+    def seconds(_: int) -> float:
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    return seconds
+
+
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of the calls, one after the other. A call before the capture compiles what they need."""
     stream = torch.cuda.Stream()

@@ -308,9 +308,10 @@ class Session:
             has_images = handle.prompt.inputs is not None and self._steps.target.reads_images
             handle.free_inputs()
             (with_images if has_images else admitted)[row] = handle.prompt
-        names = [None if handle is None else f"request {handle.index}" for handle in self._rows]
-        new = {f"{names[row]}: ": prompt for row, prompt in (admitted | with_images).items()}
-        check_ranks(self._steps, new, requests=names)
+        if self._steps.target.ranks is not None:
+            names = [None if handle is None else f"request {handle.index}" for handle in self._rows]
+            new = {f"{names[row]}: ": prompt for row, prompt in (admitted | with_images).items()}
+            check_ranks(self._steps, new, requests=names)
         if admitted:
             assert self._batch is not None
             self._batch.fill(admitted)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -117,6 +118,9 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 def ranks_of(model: nn.Module) -> Any:
     """The group of ranks over which the weights are sharded (`tp_plan`, FSDP2); None = the model is whole."""
+    # Every step of a session asks, so do not look at all weights where there is no group.
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     meshes = [weight.device_mesh for weight in model.parameters() if hasattr(weight, "device_mesh")]
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     return None if mesh is None or mesh.size() == 1 else mesh.get_group(max(range(mesh.ndim), key=mesh.size))
