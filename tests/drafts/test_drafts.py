@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_loops import TokenStreamer
-from tiny_models import PairModel, raised, random_table, tiny
+from tiny_dflash import trained_drafter
+from tiny_eagle3 import new_head
+from tiny_loops import TokenStreamer, decode
+from tiny_models import VOCAB, PairModel, perturbed, raised, random_table, shared_tiny, tiny
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_specops
-from torch_specops.drafts import ModelDraft, PromptLookup, SuffixLookup, lookup
+from torch_specops.drafts import (
+    DFlash,
+    Draft,
+    DraftSource,
+    LookupElse,
+    ModelDraft,
+    PEagle,
+    PromptLookup,
+    SuffixLookup,
+    lookup,
+)
+from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.sampling import SamplingTensors
 
 
@@ -225,3 +240,45 @@ def test_model_draft_returns_what_it_sampled_from(temperature: float) -> None:
         )
         assert torch.equal(draft.tokens[row], drawn)
         assert torch.equal(draft.lse[row], lse)
+
+
+class Copies(TorchDispatchMode):
+    """Collects the ops that copy logits [B, n, V]. A step under a dispatch mode is the step of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
+        copies = name in ("cat", "clone", "constant_pad_nd", "pad", "scatter", "stack")
+        if copies and result.dim() == 3 and result.shape[-1] == VOCAB:
+            self.found.append(name)
+        return result
+
+
+def copies_of(draft: DraftSource, num_draft_tokens: int) -> list[str]:
+    """The copies of logits in one `propose`."""
+    found: list[list[str]] = []
+    propose = draft.propose
+
+    def observed(*arguments: Any) -> Draft:
+        with Copies() as copies:
+            proposal = propose(*arguments)
+        assert proposal.logits is not None
+        found.append(copies.found)
+        return proposal
+
+    with mock.patch.object(draft, "propose", observed):
+        decode(draft, num_draft_tokens, sampling=torch_specops.SamplingParams(), compile=False, max_new_tokens=4)
+    return found[0]
+
+
+def test_logits_are_not_copied() -> None:
+    model = perturbed(shared_tiny("llama"))
+    assert copies_of(ModelDraft(model), 3) == ["stack"]
+    assert copies_of(ModelDraft(model), 1) == []
+    assert copies_of(LookupElse(model, num_other_tokens=1), 1) == []
+    assert copies_of(PEagle(new_head(mask_token_id=VOCAB - 1), sampled=True), 3) == []
+    assert copies_of(DFlash(trained_drafter("llama"), sampled=True), 3) == []
+    assert copies_of(HierarchicalDraft(model), 3) == []

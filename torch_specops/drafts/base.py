@@ -40,10 +40,19 @@ class Draft:
     is_one_hot: Tensor | None = None
 
 
-def stacked(drawn: Sequence[Sequence[Tensor | None]]) -> Draft:
-    """Stack K results of `SamplingTensors.draw` into a `Draft`."""
-    parts = zip(*drawn, strict=True)
-    return Draft(*(None if part[0] is None else torch.stack(part, 1) for part in parts))  # type: ignore[arg-type]
+def stacked(drawn: Sequence[Sequence[Any]], logits: Tensor | None = None) -> Draft:
+    """Stack K results of `SamplingTensors.draw` into a `Draft`. `logits` [B, K, V] has their logits already, if they
+    have any; None = stack these too, which copies them if K > 1."""
+    tokens, rows, lse = zip(*drawn, strict=True)
+    if logits is None or rows[0] is None:
+        logits = _joined(rows)
+    return Draft(_joined(tokens), logits, _joined(lse))
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if parts[0] is None:
+        return None
+    return parts[0].unsqueeze(1) if len(parts) == 1 else torch.stack(parts, 1)  # type: ignore[arg-type]
 
 
 class DraftSource(Part, ABC):

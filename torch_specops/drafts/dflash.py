@@ -138,7 +138,8 @@ class DFlash(PublishedDraft):
         def step(index: int, *others: Any) -> tuple[Any, ...]:
             return self._piece(self._draw)(logits[:, index : index + 1], hidden[:, index], *others)
 
-        return self._draw_in_turn(step, state, tokens, lengths, num_draft_tokens, sampling, seeds)
+        drawn_from = None if self.head.is_conditional or self.head.draft_of_target is not None else logits
+        return self._draw_in_turn(step, state, tokens, lengths, num_draft_tokens, sampling, seeds, drawn_from)
 
     def _draw(
         self,
@@ -186,7 +187,9 @@ class DFlash(PublishedDraft):
                 _, state = head.markov_head(newest.squeeze(1), hidden[:, 0], state)
         hidden = hidden[:, config.first_place : config.first_place + num_drafts]
         logits = target.head(hidden.to(target.dtype)) if head.lm_head is None else head.lm_head(hidden)
-        logits = (logits.float() if logits.dtype == torch.float64 else logits) * config.output_multiplier
+        logits = logits.float() if logits.dtype == torch.float64 else logits
+        if config.output_multiplier != 1:
+            logits = logits * config.output_multiplier
         capped = logits if config.softcap is None else torch.tanh(logits / config.softcap) * config.softcap
         return capped, hidden, state
 

@@ -156,7 +156,7 @@ class HierarchicalDraft(ModelDraft):
                 options = filters | {"draft_lse": inner.lse, "draft_is_one_hot": inner.is_one_hot}
                 output, num_accepted = verify_exact(rows, inner.tokens, inner.logits, accept, sample, **options)
                 logits = rows.new_zeros(batch, room, rows.shape[2]) if logits is None else logits
-                logits = logits.scatter(1, places.unsqueeze(2).expand_as(rows), rows)
+                logits.scatter_(1, places.unsqueeze(2).expand_as(rows), rows)
             # `output` is -1 after the next token. A later forward overwrites the -1.
             drafts = drafts.scatter(1, places, output)
             text = text.scatter(1, lengths.unsqueeze(1) + places, output.clamp(min=0))

@@ -221,7 +221,10 @@ class LookupElse(SampledDraft):
         mixed = torch.where(is_found.unsqueeze(1), found, pad(drawn.tokens, (0, more), value=-1))
         if drawn.logits is None:
             return Draft(mixed)
-        logits, lse = pad(drawn.logits, (0, 0, 0, more)), None if drawn.lse is None else pad(drawn.lse, (0, more))
+        logits, lse = drawn.logits, drawn.lse
+        # `pad` also copies if there is nothing to pad.
+        if more > 0:
+            logits, lse = pad(logits, (0, 0, 0, more)), None if lse is None else pad(lse, (0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
 

@@ -67,6 +67,7 @@ class SampledDraft(DraftSource):
         num_draft_tokens: int,
         sampling: SamplingTensors,
         seeds: Tensor,
+        logits: Tensor | None = None,
     ) -> Draft:
         """Draw K drafts one after another, each from logits that may depend on the drafts before it.
 
@@ -76,6 +77,8 @@ class SampledDraft(DraftSource):
                 draft, `ends` [B, 1] the sequence's length with the drafts before this one; `numbers` and `text` are
                 those of `draw`.
             state: of the first call.
+            logits: [B, K, V], the logits of all drafts before processors if they were computed together. None = they
+                were not, and are copied to one tensor.
         """
         numbers = self._numbers(seeds, lengths, num_draft_tokens, sampling)
         text = None if sampling.processors is None else pad(tokens, (0, num_draft_tokens))
@@ -90,7 +93,7 @@ class SampledDraft(DraftSource):
             if text is not None:
                 text = text.scatter(1, ends, token.unsqueeze(1))
             ends = ends + 1
-        return stacked(drawn)
+        return stacked(drawn, logits if text is None else None)
 
     def _pick(
         self, logits: Tensor, ends: Tensor, numbers: Tensor, sampling: SamplingTensors, text: Tensor | None

@@ -158,7 +158,7 @@ class NGram(DraftSource):
             context = self._longest_context(recent)
             if self.deterministic:
                 token = self._continuations[context].long()
-                drawn.append((token,))
+                drawn.append((token, None, None))
             else:
                 place = (lengths + index).unsqueeze(1)
                 token, *rest = sampling.draw(self._logits(context).unsqueeze(1), number, text, place)

@@ -85,7 +85,7 @@ class PEagle(PairDraft):
         def step(index: int, previous: Tensor, state: None, ends: Tensor, *others: Any) -> tuple[Any, ...]:
             return *self._piece(self._pick)(logits[:, index : index + 1], ends, *others), None
 
-        return self._draw_in_turn(step, None, tokens, lengths, num_draft_tokens, sampling, seeds)
+        return self._draw_in_turn(step, None, tokens, lengths, num_draft_tokens, sampling, seeds, logits)
 
     def _read_ahead(self, tokens: Tensor, ends: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
         """Read the pairs at positions [B, n] and the masks after them. Returns the logits [B, K, V] of the drafts."""
