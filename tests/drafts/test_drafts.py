@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_dflash import trained_drafter
+from tiny_dflash import new_head as new_drafter
 from tiny_eagle3 import new_head
 from tiny_loops import TokenStreamer, decode
 from tiny_models import VOCAB, PairModel, perturbed, raised, random_table, shared_tiny, tiny
@@ -280,5 +280,5 @@ def test_logits_are_not_copied() -> None:
     assert copies_of(ModelDraft(model), 1) == []
     assert copies_of(LookupElse(model, num_other_tokens=1), 1) == []
     assert copies_of(PEagle(new_head(mask_token_id=VOCAB - 1), sampled=True), 3) == []
-    assert copies_of(DFlash(trained_drafter("llama"), sampled=True), 3) == []
+    assert copies_of(DFlash(new_drafter(), sampled=True), 3) == []
     assert copies_of(HierarchicalDraft(model), 3) == []
