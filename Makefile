@@ -73,7 +73,7 @@ dist: $(DEV) ## build wheel and sdist in dist/, and try the wheel in a new envir
 bench: $(DEV) ## time the ops against eager and compiled PyTorch
 	@$(RUN) benchmarks/bench_verify.py $(ARGS)
 
-bench-gpu: $(DEV) ## test and measure on a GPU, in calls of nine minutes: CALL=1 to 6
+bench-gpu: $(DEV) ## test and measure on a GPU, in calls of nine minutes: CALL=1 to 7
 	@export PYTHONPATH=.; $(RUN) benchmarks/bench_gpu.py $(CALL:%=--call %) $(ARGS)
 
 evidence: $(EVIDENCE) ## reproduce the papers' tables (CPU; goes on where it was stopped)

@@ -1,4 +1,4 @@
-"""Runs every measurement for a GPU, in six calls of at most nine minutes.
+"""Runs every measurement for a GPU, in seven calls of at most nine minutes.
 
     python benchmarks/bench_gpu.py --call 1 [--out-dir DIR] [--commit HASH]
     python benchmarks/bench_gpu.py --plan          what is run, and for how long at most
@@ -38,7 +38,7 @@ ROOT = HERE.parent
 TAIL_LINES = 30
 REHEARSED_SECONDS = 200
 INTERRUPTED_SECONDS = 5
-CALLS = (1, 2, 3, 4, 5, 6)
+CALLS = (1, 2, 3, 4, 5, 6, 7)
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ TINY_LOOP = (
     " --rounds 2"
 )
 TINY_PROMPT = "--target tiny --dtype float32 --vocab 40 --prompts 40 --max-length 64 --rounds 2"
+TINY_FORWARD = "--target tiny --dtype float32 --vocab 40 --batch 1 --tokens 1 2 --length 8 --max-length 64 --rounds 2"
 BYTES = (
     "--target bytes --draft lookup --dtype float32 --vocab 256 --batch 1 --num-draft-tokens 10 --prompt 353"
     " --new-tokens 96 --max-length 512"
@@ -110,6 +111,8 @@ STEPS = (
     Step("loop-compiled-batches", 5, 530, "bench_loop.py --batch 8 16 --rounds 10", None),
     Step("prompt", 6, 150, "bench_prompt.py", TINY_PROMPT),
     Step("generate", 6, 385, "bench_generate.py", f"{TINY_LOOP} --max-length 64"),
+    Step("tiles", 7, 300, "bench_tiles.py", f"{TINY} --acceptance 1 --tile 1024 2048"),
+    Step("forward", 7, 150, "bench_forward.py", TINY_FORWARD),
 )
 
 # What the stand-in for CUDA cannot execute, by name.
