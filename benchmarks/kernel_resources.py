@@ -77,7 +77,7 @@ ABSENT_WITH = {
 }
 ABSENT_WITHOUT = {
     "HAS_TEMPERATURE": ("temperature_ptr",),
-    "FILTERED": ("bounds_ptr", "draft_bounds_ptr"),
+    "FILTERED": ("bounds_ptr", "draft_bounds_ptr", "top_ptr"),
     "ARGMAX_LENIENT": ("argmax_gap",),
     "SOME_ONE_HOT": ("one_hot_ptr",),
 }
@@ -213,7 +213,7 @@ def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str,
     absent = {name for flag, found in ABSENT_WITH.items() if flags.get(flag) for name in found}
     absent |= {name for flag, found in ABSENT_WITHOUT.items() if not flags.get(flag) for name in found}
     if kernel.startswith("filter"):
-        absent.discard("bounds_ptr")
+        absent -= {"bounds_ptr", "top_ptr"}
     if kernel == "verify_exact.stats" and not flags.get("DRAFT_ROWS"):
         absent.add("draft_ptr")
     constants = constants | dict.fromkeys(absent)

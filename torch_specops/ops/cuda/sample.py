@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..arguments import Filters
 from . import launch
-from .filter import filter_bounds
+from .filter import filter_bounds, top_values
 from .tiles import (
     FLOAT32_MAX,
     combine_argmax,
     combine_stats,
     exponential,
     inverse_temperature,
-    load_kept,
+    load_kept_parts,
     load_row_partials,
     load_scaled,
     load_temperature,
@@ -43,19 +43,23 @@ def stats_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N] or None
     bounds_ptr,  # [N, 2] or None
+    top_ptr,  # [N, 1, num_parts] maxima of parts, or None
     partial_ptr,  # [N, num_tiles, 2]
     stride_n,
     stride_v,
     vocab_size,
     num_tiles,
+    num_parts,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     temperature = load_temperature(temperature_ptr, row)
     row_ptr = logits_ptr + row * stride_n
     lead = row_lead(row_ptr, stride_v)
-    x = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, row, TILE)
+    tops = (top_ptr, 1, num_parts)
+    x = load_kept_parts(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, row, tops, row, 0, TILE, PART)
     inverse_t = inverse_temperature(temperature_ptr, temperature)
     if temperature == 0:
         tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
@@ -115,11 +119,15 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | No
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     launch.check_grid("logits", logits, 1, num_tiles)
+    bounds = top = None
+    if filters.removes_tokens:
+        bounds, top = filter_bounds(logits.unsqueeze(1), filters, tile=tile)
     values = {
         "logits_ptr": logits,
         "uniforms_ptr": launch.contiguous(uniforms),
         "temperature_ptr": launch.contiguous(filters.temperature),
-        "bounds_ptr": filter_bounds(logits.unsqueeze(1), filters, tile=tile) if filters.removes_tokens else None,
+        "bounds_ptr": bounds,
+        **top_values(top, tile),
         "partial_ptr": torch.empty(num_rows, num_tiles, 2, dtype=torch.float32, device=logits.device),
         "tokens_ptr": tokens,
         "lse_ptr": lse,
