@@ -5,6 +5,7 @@ words between tabs, and answers each with a line of JSON, {"found": ..} or {"err
     ops  OP  KIND  TILE  VOCAB_SIZE  [VOCAB_SIZE ...]
     attention
     reads
+    times read
     hashes
     numbers
     plans
@@ -189,6 +190,29 @@ def reads() -> dict[str, Any]:
     return {"sequences": SEQUENCES, "rows": {kind: reads_of(kind) for kind in kinds}}
 
 
+def times_read() -> dict[str, list[int]]:
+    """How often kernels load the entries of rows that keep one token, in tiles without this token."""
+    exact.EARLY_EXIT_TILES = 1
+    logits = torch.randn(2, NUM_DRAFTS + 1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits[..., 0] = 9.0
+    drafts, ones = torch.zeros(2, NUM_DRAFTS, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    uniforms = (torch.zeros(2, NUM_DRAFTS), torch.zeros(2))
+    draft_logits, first = logits[:, 1:].clone(), logits[:, 0].clone()
+    found = {}
+    for op, rows, args in (
+        ("verify_exact", (logits, draft_logits), (logits, drafts, draft_logits, *uniforms)),
+        ("verify_gumbel", (logits,), (logits, drafts, ones, ones)),
+        ("sample", (first,), (first, uniforms[1])),
+    ):
+        names = [each.name for each in getattr(torch.ops.specops, op).default._schema.arguments]
+        with triton_interpreter.record_loads() as addresses:
+            run_once(op, dict(zip(names, args, strict=False)) | {"top_k": ones}, TILE)
+        loaded = torch.from_numpy(np.concatenate(addresses).astype(np.int64))
+        far = torch.cat([(x.data_ptr() + 4 * torch.arange(x.numel()).view_as(x))[..., TILE:].flatten() for x in rows])
+        found[op] = (loaded.unsqueeze(1) == far).sum(0).unique().tolist()
+    return found
+
+
 @triton.jit
 def hash_kernel(seeds_ptr, positions_ptr, output_ptr, V: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
@@ -286,7 +310,7 @@ def answer(command: str, *rest: str) -> dict[str, Any]:
             op, kind, tile, *vocab_sizes = rest
             return {"found": compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])}
         commands = {"attention": compare_attention, "reads": reads, "hashes": hashes, "numbers": numbers}
-        return {"found": (commands | {"plans": compare_plans})[command]()}
+        return {"found": (commands | {"plans": compare_plans, "times read": times_read})[command]()}
     except Exception:
         return {"error": traceback.format_exc()}
 

@@ -8,8 +8,8 @@ noise is computed when logits are loaded, so nothing of size [.., V] is written.
 2. `match_kernel`, one program per sequence: computes the scores of these tokens again, relative to the largest of their
    logits, and compares the drafts with the tokens of the largest scores.
 Scratch: 8 bytes per (row, tile). A maximum does not depend on the order of its inputs, so results are bitwise
-repeatable. With filters, the search for the bounds of the rows comes first (`filter/bounds.py`), and loads are masked
-by the bounds.
+repeatable. With filters, the search for the bounds of the rows comes first (`filter/bounds.py`). The first kernel then
+reads only the parts of a row in which a token is kept, and masks them by the bounds.
 """
 
 import torch

@@ -6,7 +6,7 @@ Bytes: V * s per row with s bytes per logit, read once, and one tile of the row 
    falls into, and read it again to find the token.
 Scratch: 8 bytes per tile, with V / TILE tiles per row. There are no float atomics, so results are bitwise repeatable.
 With filters, the search for the bounds of the rows comes first (`filter/bounds.py`), and both kernels mask their loads
-by the bounds.
+by the bounds. The first then reads only the parts of a row in which a token is kept.
 """
 
 import torch

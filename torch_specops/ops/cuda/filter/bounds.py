@@ -21,6 +21,10 @@ total in reads of a row of 128,256 logits:
 With top_p after a top_k of V / 16 or more, the total is 4 to 8. These are not read: greedy rows, rows whose filters are
 off, and rows without a distribution (a negative or NaN temperature, or a NaN top_p or min_p).
 
+A kernel that then sums rows or scores their tokens does not read them again. It reads the maxima (3.1 % of the size of
+a row) and the halves in which a token is kept (`load_kept_parts`); of top_k tokens these are at most top_k halves. Rows
+that the search did not read are read completely.
+
 Scratch for each group of 64 entries: 2 s + 8 bytes, 4 more with top_p, and 4 s + 16 for the list. That is 31 % of the
 size of bfloat16 rows. The first kernel writes 3.1 % of the size of such a row (6.2 % with top_p), which the second
 reads once. Of the lists, only the used entries are written.
