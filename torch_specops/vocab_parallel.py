@@ -97,6 +97,8 @@ def verify_exact(
         draft_is_one_hot=draft_is_one_hot,
     )
     check_kinds(args, plain=False)
+    if draft_lse is not None and draft_lse.dim() != 2:
+        raise ValueError(f"draft_lse: expected [B, K] without bounds, got shape {list(draft_lse.shape)}")
     shards, local = _place(args._asdict(), 3, group, vocab_size)
     args = VerifyArguments(**local)
     check_verify_exact(args)

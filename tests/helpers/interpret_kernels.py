@@ -36,6 +36,7 @@ import triton_interpreter
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+import torch_specops
 from torch_specops import testing
 from torch_specops.ops.arguments import Filters, GumbelArguments, VerifyArguments
 from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, plans, sample, stats, uniforms
@@ -55,7 +56,10 @@ def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
                 early = run_once(op, args, tile)
         assert all(map(torch.equal, early, result)), "not bit for bit the same with early exit"
         return result
-    return run_once(op, args, tile)
+    result = run_once(op, args, tile)
+    if op == "sample":
+        op_cases.assert_bounds(args, *result, *run_once(op, args | {"with_bounds": True}, tile))
+    return result
 
 
 def run_once(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
@@ -70,7 +74,7 @@ def run_once(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
         return launcher(launcher.__annotations__["args"](**args), tile=tile)
     filters = Filters(**{name: args[name] for name in args.keys() & set(Filters._fields)})
     if op == "sample":
-        return sample.sample(args["logits"], args["uniforms"], filters, tile=tile)
+        return sample.sample(args["logits"], args["uniforms"], filters, args.get("with_bounds", False), tile=tile)
     return (filter.filter_logits(args["logits"], filters, tile=tile),)
 
 
@@ -87,7 +91,16 @@ def shift_rows(args: dict[str, Any]) -> None:
         args[name] = args[name] + shift.unsqueeze(-1).to(args[name].dtype)
         if name == "draft_logits" and "draft_lse" in args:
             temperature = args.get("temperature", torch.ones(batch)).unsqueeze(-1)
-            args["draft_lse"] = args["draft_lse"] + torch.where(temperature > 0, shift / temperature, 0.0)
+            lse = args["draft_lse"][..., 0] if args["draft_lse"].dim() == 3 else args["draft_lse"]
+            lse += torch.where(temperature > 0, shift / temperature, 0.0)
+            if args["draft_lse"].dim() == 3:
+                # Rounding the shifted logits may change ties.
+                filters = {
+                    each: args[each].repeat_interleave(rows) for each in FILTERS | {"temperature"} if each in args
+                }
+                found = args["draft_logits"].flatten(0, 1), torch.zeros(batch * rows)
+                shifted = torch_specops.reference.sample(*found, **filters, with_bounds=True)[1].view(batch, rows, 3)
+                args["draft_lse"][..., 1:] = shifted[..., 1:]
 
 
 def compare_ops(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> dict[str, Any]:

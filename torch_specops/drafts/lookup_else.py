@@ -221,7 +221,9 @@ class LookupElse(SampledDraft):
         mixed = torch.where(is_found.unsqueeze(1), found, pad(drawn.tokens, (0, more), value=-1))
         if drawn.logits is None:
             return Draft(mixed)
-        logits, lse = pad(drawn.logits, (0, 0, 0, more)), None if drawn.lse is None else pad(drawn.lse, (0, more))
+        logits, lse = pad(drawn.logits, (0, 0, 0, more)), drawn.lse
+        if lse is not None:
+            lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
 

@@ -76,11 +76,12 @@ def draw_kernel(
     bounds_ptr,  # [N, 2] or None
     partial_ptr,  # [N, num_tiles, 2]
     tokens_ptr,  # [N]
-    lse_ptr,  # [N]
+    lse_ptr,  # [N, LSE_WIDTH], with bounds if LSE_WIDTH is 3, not 1
     stride_n,
     stride_v,
     vocab_size,
     num_tiles,
+    LSE_WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -108,14 +109,22 @@ def draw_kernel(
         lse = row_max + tl.log(row_sum)
     lawful = (token >= 0) & (temperature >= 0)
     tl.store(tokens_ptr + row, tl.where(lawful, token, -1).to(tl.int64))
-    tl.store(lse_ptr + row, tl.where(lawful, lse, float("-inf")))
+    tl.store(lse_ptr + row * LSE_WIDTH, tl.where(lawful, lse, float("-inf")))
+    if LSE_WIDTH == 3:
+        cut, first_at_cut = float("-inf"), 0.0
+        if bounds_ptr is not None:
+            cut, first_at_cut = tl.load(bounds_ptr + row * 2), tl.load(bounds_ptr + row * 2 + 1)
+        store_pair(lse_ptr + row * 3 + 1, cut, first_at_cut)
 
 
-def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniforms: Tensor, filters: Filters, with_bounds: bool = False, *, tile: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Launch the kernels of `specops::sample`, which has checked the arguments. Tests and benchmarks set `tile`."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    lse = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    lse_shape = (num_rows, 3) if with_bounds else (num_rows,)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=logits.device)
     tile = tile or launch.tile_size(vocab_size, num_rows)
     num_tiles = launch.num_tiles(logits, tile)
     launch.check_grid("logits", logits, 1, num_tiles)
@@ -134,6 +143,7 @@ def sample(logits: Tensor, uniforms: Tensor, filters: Filters, *, tile: int | No
         **launch.logits_strides(("stride_n", "stride_v"), logits),
         "vocab_size": vocab_size,
         "num_tiles": num_tiles,
+        "LSE_WIDTH": 3 if with_bounds else 1,
         "TILE": tile,
         "BLOCK_T": launch.padded_power_of_2(num_tiles),
     }

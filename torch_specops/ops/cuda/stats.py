@@ -129,11 +129,13 @@ def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
     filtered_draft = draft if args.filter_draft else None
-    bounds = top = None
+    bounds = top = found = None
     if args.filters.removes_tokens:
-        bounds, top = filter_bounds(target, args.filters, filtered_draft, args.draft_is_one_hot, tile=tile)
+        if filtered_draft is not None and args.draft_lse is not None and args.draft_lse.dim() == 3:
+            found = args.draft_lse, torch.empty(batch, num_drafts, dtype=torch.float32, device=target.device)
+        bounds, top = filter_bounds(target, args.filters, filtered_draft, args.draft_is_one_hot, found, tile=tile)
     return shared_values(args, tile, num_tiles, rows) | {
-        "draft_lse_ptr": launch.contiguous(args.draft_lse),
+        "draft_lse_ptr": launch.contiguous(args.without_bounds().draft_lse) if found is None else found[1],
         "one_hot_ptr": launch.contiguous(args.draft_is_one_hot),
         "bounds_ptr": bounds,
         "draft_bounds_ptr": None if filtered_draft is None else bounds,

@@ -73,6 +73,7 @@ def filter_bounds(
     filters: Filters,
     draft_logits: Tensor | None = None,
     draft_is_one_hot: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
     *,
     tile: int,
 ) -> tuple[Tensor, Tensor]:
@@ -80,13 +81,16 @@ def filter_bounds(
     whose bits are stored as a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], and the draft's rows
     come last. Those of sequences with `draft_is_one_hot` [B] are not read, and have no bounds.
 
+    If `found` is given, the draft's rows are not searched. It has a `draft_lse` with bounds [B, K, 3], of which the
+    bounds are copied to the result, and a tensor [B, K] that the logsumexp is copied to.
+
     Also returns the maxima of the parts of rows, [B, R + K, number of parts], or [B, R, number of parts] if the draft's
-    rows had a separate search. `load_kept_parts` uses them."""
+    rows had a separate search or none. `load_kept_parts` uses them."""
     batch, num_rows, _ = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
-    draft = draft_logits if num_drafts > 0 else None
+    draft = draft_logits if num_drafts > 0 and found is None else None
     one_hot = None if draft is None else launch.contiguous(draft_is_one_hot)
     if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
         # Search the draft's rows in a separate launch, because one launch handles only one dtype and stride.
@@ -96,7 +100,7 @@ def filter_bounds(
             temperature = (~one_hot).float() if temperature is None else temperature.masked_fill(one_hot, 0.0)
         _search(draft, None, None, filters._replace(temperature=temperature), bounds, num_rows, tile)
         draft = one_hot = None
-    return bounds, _search(logits, draft, one_hot, filters, bounds, 0, tile)
+    return bounds, _search(logits, draft, one_hot, filters, bounds, 0, tile, found)
 
 
 def top_values(top: Tensor | None, tile: int) -> dict[str, Any]:
@@ -113,6 +117,7 @@ def _search(
     bounds: Tensor,
     first_row: int,
     tile: int,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Write the bounds of the rows of both tensors to `bounds`, in each sequence from row `first_row` on. Returns the
     maxima of the parts of these rows."""
@@ -141,6 +146,8 @@ def _search(
         "part_ptr": scratch(num_parts, dtype=torch.int32),
         "token_ptr": scratch(room, dtype=torch.int32),
         "value_ptr": scratch(room, dtype=logits.dtype),
+        "found_ptr": None if found is None else launch.contiguous(found[0]),
+        "lse_ptr": None if found is None else found[1],
         "bounds_ptr": bounds,
         **launch.logits_strides(("stride_b", "stride_r", "stride_v"), logits),
         **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft_logits),
@@ -159,5 +166,6 @@ def _search(
         "BLOCK_G": block_g,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))
-    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(block_g, logits.stride(2) == 1))
+    written_rows = num_rows + num_drafts if found is None else bounds.shape[1]
+    launch.run(cut_kernel, (batch, written_rows), values, cut_warps(block_g, logits.stride(2) == 1))
     return top
