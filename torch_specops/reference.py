@@ -383,8 +383,8 @@ def sample(
         z = scaled_logits(kept, t)
         if not t >= 0 or not (z > -math.inf).any():
             continue
-        cut[r] = kept[kept > -math.inf].min()
-        first[r] = (kept == cut[r]).nonzero().min()
+        cut[r] = lowest = kept[kept > -math.inf].min()
+        first[r] = (kept == lowest).nonzero().min()
         if t == 0:
             tokens[r] = argmax(logits[r])
             lse[r] = 0.0

@@ -55,7 +55,7 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
 
 
 def join_bounds(lse: Tensor, logits: Tensor, filters: Filters) -> Tensor:
-    """[N, 3]: lse [N], and the bounds of logits [N, V] as CUDA kernels have them: the cut, and `first` as the bits of an
+    """[N, 3]: lse [N], and the bounds of logits [N, V] as CUDA kernels have them: the cut, and the bits of `first`, an
     int32."""
     bounds = row_bounds(logits, filters) or Bounds(torch.full_like(lse, -math.inf), None)
     first = torch.zeros_like(lse) if bounds.first is None else bounds.first.int().view(torch.float32)

@@ -16,8 +16,8 @@ sequence.
 
 With filters, the search for the bounds of the K + 1 target rows and the K draft rows comes first (see
 `filter/bounds.py` for its bytes and launches), and loads of a row are masked by its bounds. The statistics of a
-filtered row then need only the parts of the row in which a token is kept. With `filter_draft=False` the draft rows have
-no bounds, and the search does not read them.
+filtered row then need only the parts of the row in which a token is kept. The search does not read the draft rows if
+`draft_lse` has their bounds, or with `filter_draft=False`, where they have no bounds.
 
 There are two launches, or three for a large batch. No two programs write the same scratch, and sums are taken in a
 fixed order. Results are therefore bitwise repeatable, and do not depend on which launch summed a row.
