@@ -97,12 +97,10 @@ def verify_exact(
         draft_is_one_hot=draft_is_one_hot,
     )
     check_kinds(args, plain=False)
-    if draft_lse is not None and draft_lse.dim() != 2:
-        raise ValueError(f"draft_lse: expected [B, K] without bounds, got shape {list(draft_lse.shape)}")
     shards, local = _place(args._asdict(), 3, group, vocab_size)
     args = VerifyArguments(**local)
     check_verify_exact(args)
-    return _verify(args, shards)
+    return _verify(args.without_bounds(), shards)
 
 
 def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:

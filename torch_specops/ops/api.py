@@ -68,9 +68,9 @@ def verify_exact(
             it is negative or NaN, nothing is accepted and the next token is -1.
         draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: over the tokens that
             the filters keep, or over all tokens with `filter_draft=False`. If it is given and the draft is not
-            filtered, only one draft row per sequence is read. Where it is not finite, q is zero. Or [B, K, 3], as
-            `sample` returned it with `with_bounds`: then this is so with filters too. The bounds must belong to these
-            draft_logits and filters; they are not checked.
+            filtered, only one draft row per sequence is read. Where it is not finite, q is zero. [B, K, 3], as `sample`
+            returned it with `with_bounds`, also has the bounds of the rows: a filtered draft is then read as little as
+            an unfiltered one. Bounds of other logits or filters, like a wrong lse, give another q; no error is raised.
         lenience: l in (0, 1]. 1 is lossless; with l < 1, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
         top_k: [B] int64 or int32, or an int, as in `filter_logits`. Like the other filters, it applies to target and
