@@ -77,7 +77,7 @@ ABSENT_WITH = {
 }
 ABSENT_WITHOUT = {
     "HAS_TEMPERATURE": ("temperature_ptr",),
-    "FILTERED": ("bounds_ptr", "draft_bounds_ptr"),
+    "FILTERED": ("bounds_ptr", "draft_bounds_ptr", "top_ptr"),
     "ARGMAX_LENIENT": ("argmax_gap",),
     "SOME_ONE_HOT": ("one_hot_ptr",),
 }
@@ -131,6 +131,7 @@ def builds() -> Iterator[Build]:
     options: list[dict[str, Any]] = [
         *(cold, {"UNIT_STRIDE": False}, {"BLOCK_K": 64}, {"FILTERED": True, "ARGMAX_LENIENT": True}),
         *({"SOME_ONE_HOT": True}, {"SOME_ONE_HOT": True, "FILTERED": True}),
+        {"FOUND": True, "FILTERED": True, "LSE_WIDTH": 3},
         *({"FILTERED": True, "UNFILTERED_DRAFT": True}, {"tokens": "i32", "uniforms": "fp64"}, {"sizes": "static"}),
         *(i64, i64 | cold, i64 | {"FILTERED": True}),
     ]
@@ -165,7 +166,7 @@ def _op_builds(target_dtype: str, draft_dtype: str, **option: Any) -> Iterator[B
     types |= dict.fromkeys(("accept_uniforms_ptr", "sample_uniforms_ptr", "uniforms_ptr"), numbers)
     flags = {"HAS_TEMPERATURE": True, "UNIT_STRIDE": True}
     flags |= {key: value for key, value in option.items() if isinstance(value, bool)}
-    constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64, "LANES": uniforms.LANES}
+    constants = {"TILE": TILES[0], "BLOCK_K": launch.MIN_LANES, "BLOCK_T": 64, "LSE_WIDTH": 1, "LANES": uniforms.LANES}
     constants |= {key: value for key, value in option.items() if key in constants}
     constants["GROUP"], constants["PART"] = bounds.GROUP, bounds.GROUP // bounds.PARTS
     constants["PART_SHIFT"] = (constants["PART"] // 8).bit_length() - 1 + (target_dtype == "fp32")
@@ -213,7 +214,9 @@ def _build(kernel: str, config: str, types: dict[str, str], constants: dict[str,
     absent = {name for flag, found in ABSENT_WITH.items() if flags.get(flag) for name in found}
     absent |= {name for flag, found in ABSENT_WITHOUT.items() if not flags.get(flag) for name in found}
     if kernel.startswith("filter"):
-        absent.discard("bounds_ptr")
+        absent -= {"bounds_ptr", "top_ptr"}
+    if kernel == "filter.cut" and not flags.get("FOUND"):
+        absent |= {"found_ptr", "lse_ptr"}
     if kernel == "verify_exact.stats" and not flags.get("DRAFT_ROWS"):
         absent.add("draft_ptr")
     constants = constants | dict.fromkeys(absent)

@@ -99,8 +99,8 @@ def test_all_outputs_are_the_same_bit_for_bit(op: str, dynamic: bool) -> None:
         assert_same(outputs, step(**given))
 
 
-def sampled(prepare: Prepare) -> Callable[..., Any]:
-    return lambda logits, uniforms: torch_specops.sample(prepare(logits), uniforms)
+def sampled(prepare: Prepare, **more: bool) -> Callable[..., Any]:
+    return lambda logits, uniforms: torch_specops.sample(prepare(logits), uniforms, **more)
 
 
 def verified(target: Prepare, draft: Prepare, **more: Tensor) -> Callable[..., Any]:
@@ -168,6 +168,8 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "the target alone": (verified(by(2), torch.Tensor.float), "cast"),
     "the op has a temperature": (verified(by(2), by(2), temperature=T), ""),
     "a rounded temperature and a draft_lse": (verified(by(0.7), by(0.7), draft_lse=LSE[0.7]), ""),
+    "a draft_lse with bounds": (verified(by(2), by(2), draft_lse=LSE[2].unsqueeze(-1).expand(-1, -1, 3)), ""),
+    "returned bounds": (sampled(by(2), with_bounds=True), ""),
     "filter_logits": (lambda logits, uniforms: torch_specops.filter_logits(logits.float().clone() / 2, **FILTERS), ""),
 }
 

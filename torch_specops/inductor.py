@@ -16,7 +16,8 @@ token may differ if the rounding of a sum decides it.
 For other temperatures, the op's product with 1 / T differs from the quotient in the last bits, so these divisions are
 absorbed only with `any_temperature=True`: divisions by other positive constants, and by float32 tensors with one
 positive temperature for all rows or for each sequence. If the op has a `draft_lse`, such a division is not absorbed,
-because the lse was computed from the quotient.
+because the lse was computed from the quotient. Where bounds are returned or given, no division is absorbed, because
+they are logits, and must be the quotients.
 
 The pass does not absorb operations whose result has other users, divisors per token, and casts to a narrower dtype. It
 also does not absorb an operation if its input or its divisor is written to before the op reads it. The pass absorbs
@@ -146,7 +147,10 @@ def _absorb_before(op: Node, any_temperature: bool) -> list[str]:
     divisors = [next((node.args[1] for kind, node in each if kind == "division"), None) for each in steps.values()]
     divisor = divisors[0]
     is_exact = isinstance(divisor, (int, float)) and math.frexp(divisor)[0] == 0.5
-    is_wanted = is_exact or (any_temperature and arguments.get("draft_lse") is None)
+    lse = arguments.get("draft_lse")
+    lse_value = _value(lse)
+    has_bounds = arguments.get("with_bounds", False) or (lse_value is not None and lse_value.dim() == 3)
+    is_wanted = not has_bounds and (is_exact or (any_temperature and lse is None))
     if is_wanted and arguments.get("temperature") is None and all(_same_divisor(each, divisor) for each in divisors):
         if divisor != 1:
             like = next(arguments[name] for name in ("uniforms", "sample_uniforms", "positions") if name in arguments)

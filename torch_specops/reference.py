@@ -305,7 +305,7 @@ def _draft_probabilities(
     kept = filtered(draft_logits[b, i], t, *filters)
     if draft_lse is None:
         return probabilities(kept, t)
-    lse = float(draft_lse[b, i])
+    lse = float(draft_lse[b, i].flatten()[0])
     if not math.isfinite(lse):
         return torch.zeros(vocab_size, dtype=torch.float64)
     return torch.exp((scaled_logits(kept, t) - lse).clamp(max=LARGEST_EXPONENT))
@@ -370,23 +370,28 @@ def sample(
     top_k: Tensor | float | None = None,
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
+    with_bounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`specops::sample` in float64; shapes and dtypes as in `torch_specops.sample`."""
     tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64)
     lse = torch.full((logits.shape[0],), -math.inf, dtype=torch.float32)
+    # A token is kept if its logit is above the cut, or equals it and the id is at least `first`.
+    cut, first = torch.full_like(lse, math.nan), torch.zeros_like(tokens, dtype=torch.int32)
     for r in range(logits.shape[0]):
         t = _of_row(temperature, r, 1.0)
         kept = filtered(logits[r], t, *_filters(r, top_k, top_p, min_p))
         z = scaled_logits(kept, t)
         if not t >= 0 or not (z > -math.inf).any():
             continue
+        cut[r] = lowest = kept[kept > -math.inf].min()
+        first[r] = (kept == lowest).nonzero().min()
         if t == 0:
             tokens[r] = argmax(logits[r])
             lse[r] = 0.0
         else:
             tokens[r] = inverse_cdf(probabilities(kept, t), float(uniforms[r]))
             lse[r] = torch.logsumexp(z, 0).float()
-    return tokens, lse
+    return tokens, torch.stack([lse, cut, first.view(torch.float32)], 1) if with_bounds else lse
 
 
 MASK = 2**32 - 1

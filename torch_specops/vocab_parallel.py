@@ -100,7 +100,7 @@ def verify_exact(
     shards, local = _place(args._asdict(), 3, group, vocab_size)
     args = VerifyArguments(**local)
     check_verify_exact(args)
-    return _verify(args, shards)
+    return _verify(args.without_bounds(), shards)
 
 
 def _verify(args: VerifyArguments, shards: Shards) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ MASK = torch.tensor([[1] * 7, [0] * 6 + [1], [1] * 4 + [0] * 3])
 LIMITS = size("new tokens of three rows")
 NUM_DRAFTS = size("drafts of a loop")
 GREEDY, MIXED = SamplingParams(temperature=0.0), SamplingParams(temperature=[0.0, 0.8, 0.0])
+FILTERED = SamplingParams(temperature=[0.0, 0.8, 1.3], top_k=[0, 9, 5])
 PROCESSED = SamplingParams(
     temperature=[0.0, 0.8, 0.0],
     repetition_penalty=1.3,
@@ -143,6 +144,8 @@ def test_compiled_steps_give_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPat
         pytest.param("model", MIXED, marks=pytest.mark.smoke),
         pytest.param("assistant", MIXED, marks=can_be_built),
         *((kind, PROCESSED) for kind in ("model", "head", "block", "markov", "mtp")),
+        # Drafts bring their bounds.
+        ("lookup else", FILTERED),
     ],
 )
 def test_captured_steps_give_the_tokens_of_the_cpu(kind: str, sampling: SamplingParams) -> None:

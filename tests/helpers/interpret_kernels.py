@@ -5,6 +5,7 @@ words between tabs, and answers each with a line of JSON, {"found": ..} or {"err
     ops  OP  KIND  TILE  VOCAB_SIZE  [VOCAB_SIZE ...]
     attention
     reads
+    times read
     hashes
     numbers
     plans
@@ -35,6 +36,7 @@ import triton_interpreter
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+import torch_specops
 from torch_specops import testing
 from torch_specops.ops.arguments import Filters, GumbelArguments, VerifyArguments
 from torch_specops.ops.cuda import attention, exact, filter, gumbel, launch, plans, sample, stats, uniforms
@@ -54,7 +56,10 @@ def run(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
                 early = run_once(op, args, tile)
         assert all(map(torch.equal, early, result)), "not bit for bit the same with early exit"
         return result
-    return run_once(op, args, tile)
+    result = run_once(op, args, tile)
+    if op == "sample":
+        op_cases.assert_bounds(args, *result, *run_once(op, args | {"with_bounds": True}, tile))
+    return result
 
 
 def run_once(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
@@ -69,7 +74,7 @@ def run_once(op: str, args: dict[str, Any], tile: int) -> tuple[Tensor, ...]:
         return launcher(launcher.__annotations__["args"](**args), tile=tile)
     filters = Filters(**{name: args[name] for name in args.keys() & set(Filters._fields)})
     if op == "sample":
-        return sample.sample(args["logits"], args["uniforms"], filters, tile=tile)
+        return sample.sample(args["logits"], args["uniforms"], filters, args.get("with_bounds", False), tile=tile)
     return (filter.filter_logits(args["logits"], filters, tile=tile),)
 
 
@@ -86,7 +91,16 @@ def shift_rows(args: dict[str, Any]) -> None:
         args[name] = args[name] + shift.unsqueeze(-1).to(args[name].dtype)
         if name == "draft_logits" and "draft_lse" in args:
             temperature = args.get("temperature", torch.ones(batch)).unsqueeze(-1)
-            args["draft_lse"] = args["draft_lse"] + torch.where(temperature > 0, shift / temperature, 0.0)
+            lse = args["draft_lse"][..., 0] if args["draft_lse"].dim() == 3 else args["draft_lse"]
+            lse += torch.where(temperature > 0, shift / temperature, 0.0)
+            if args["draft_lse"].dim() == 3:
+                # Rounding the shifted logits may change ties.
+                filters = {
+                    each: args[each].repeat_interleave(rows) for each in FILTERS | {"temperature"} if each in args
+                }
+                found = args["draft_logits"].flatten(0, 1), torch.zeros(batch * rows)
+                shifted = torch_specops.reference.sample(*found, **filters, with_bounds=True)[1].view(batch, rows, 3)
+                args["draft_lse"][..., 1:] = shifted[..., 1:]
 
 
 def compare_ops(op: str, kind: str, tile: int, vocab_sizes: list[int]) -> dict[str, Any]:
@@ -189,6 +203,29 @@ def reads() -> dict[str, Any]:
     return {"sequences": SEQUENCES, "rows": {kind: reads_of(kind) for kind in kinds}}
 
 
+def times_read() -> dict[str, list[int]]:
+    """How often kernels load the entries of rows that keep one token, in tiles without this token."""
+    exact.EARLY_EXIT_TILES = 1
+    logits = torch.randn(2, NUM_DRAFTS + 1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits[..., 0] = 9.0
+    drafts, ones = torch.zeros(2, NUM_DRAFTS, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    uniforms = (torch.zeros(2, NUM_DRAFTS), torch.zeros(2))
+    draft_logits, first = logits[:, 1:].clone(), logits[:, 0].clone()
+    found = {}
+    for op, rows, args in (
+        ("verify_exact", (logits, draft_logits), (logits, drafts, draft_logits, *uniforms)),
+        ("verify_gumbel", (logits,), (logits, drafts, ones, ones)),
+        ("sample", (first,), (first, uniforms[1])),
+    ):
+        names = [each.name for each in getattr(torch.ops.specops, op).default._schema.arguments]
+        with triton_interpreter.record_loads() as addresses:
+            run_once(op, dict(zip(names, args, strict=False)) | {"top_k": ones}, TILE)
+        loaded = torch.from_numpy(np.concatenate(addresses).astype(np.int64))
+        far = torch.cat([(x.data_ptr() + 4 * torch.arange(x.numel()).view_as(x))[..., TILE:].flatten() for x in rows])
+        found[op] = (loaded.unsqueeze(1) == far).sum(0).unique().tolist()
+    return found
+
+
 @triton.jit
 def hash_kernel(seeds_ptr, positions_ptr, output_ptr, V: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
@@ -286,7 +323,7 @@ def answer(command: str, *rest: str) -> dict[str, Any]:
             op, kind, tile, *vocab_sizes = rest
             return {"found": compare_ops(op, kind, int(tile), [int(size) for size in vocab_sizes])}
         commands = {"attention": compare_attention, "reads": reads, "hashes": hashes, "numbers": numbers}
-        return {"found": (commands | {"plans": compare_plans})[command]()}
+        return {"found": (commands | {"plans": compare_plans, "times read": times_read})[command]()}
     except Exception:
         return {"error": traceback.format_exc()}
 

@@ -41,7 +41,8 @@ SCHEMAS = {
     f"float alpha=-1000., float beta=1000., {_TEMPERATURE}) {_RESULT}",
     "verify_gumbel": "specops::verify_gumbel(Tensor target_logits, Tensor draft_tokens, Tensor seeds, "
     f"Tensor positions, {_TEMPERATURE}, {_FILTERS}) {_RESULT}",
-    "sample": f"specops::sample(Tensor logits, Tensor uniforms, {_TEMPERATURE}, {_FILTERS}) {_RESULT}",
+    "sample": f"specops::sample(Tensor logits, Tensor uniforms, {_TEMPERATURE}, {_FILTERS}, bool with_bounds=False) "
+    f"{_RESULT}",
     "sample_gumbel": f"specops::sample_gumbel(Tensor logits, Tensor seeds, Tensor positions, {_TEMPERATURE}, "
     f"{_FILTERS}) -> Tensor",
     "filter_logits": f"specops::filter_logits(Tensor logits, {_TEMPERATURE}, {_FILTERS}) -> Tensor",
@@ -70,7 +71,8 @@ WRITTEN = {
 FILTERED_VERIFY = (
     "filters_temperature,filters_plateaus,filters_lse,filters_one_hot,filters_without_law,"
     "mixed_one_hot_filters,mixed_one_hot_filters_lse,mixed_one_hot_target_filters,"
-    "target_filters,target_filters_temperature,lse_wrong_filters,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
+    "filters_bounds,filters_bounds_without_law,filters_bounds_removed_token,mixed_one_hot_filters_bounds,"
+    "target_filters_bounds,lse_bounds,target_filters,target_filters_temperature,lse_wrong_filters,target_filters_lse,target_filters_nonfinite,target_filters_without_law"
 )
 # verify_block reads and sums rows with the kernels of verify_exact, which meet all cases; here, what its own ones do.
 BLOCK = (
@@ -100,7 +102,7 @@ QUICK_RUNS = [
     (
         "verify_exact",
         FEW_VERIFY + ",one_hot,lse_wrong_large,argmax_lenience_mixed,filters_temperature,target_filters_lse,"
-        "mixed_one_hot_lse,mixed_one_hot_filters_lse",
+        "mixed_one_hot_lse,mixed_one_hot_filters_lse,filters_bounds,mixed_one_hot_filters_bounds",
         32,
         (45,),
     ),
@@ -109,7 +111,7 @@ QUICK_RUNS = [
         # Rows are read and summed by the kernels of verify_exact.
         "three rows of greedy_mixed,tie_s_zero,pad_ragged,masked_token,uniforms_out_of_range_masked,mixed_nonfinite,"
         "k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature,"
-        "mixed_one_hot_late,mixed_one_hot_filters",
+        "mixed_one_hot_late,mixed_one_hot_filters,filters_bounds",
         32,
         (45,),
     ),
@@ -187,6 +189,7 @@ def op_arguments(
         "top_p": torch.tensor([0.9, 0.5, 1.0, 0.7]).repeat(batch // 4 + 1)[:batch],
         "min_p": torch.tensor([0.0, 0.02, 0.1, 0.0]).repeat(batch // 4 + 1)[:batch],
         "filter_draft": op == "verify_exact",
+        "with_bounds": False,
         "draft_is_one_hot": torch.arange(batch) % 3 == 2,
     }
     schema = getattr(torch.ops.specops, op).default._schema
@@ -260,6 +263,18 @@ def results(cases: Iterable[Case]) -> Iterator[tuple[Case, tuple[Tensor, ...]]]:
 
 def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def assert_bounds(args: dict[str, Any], tokens: Tensor, lse: Tensor, same_tokens: Tensor, found: Tensor) -> None:
+    """With the bounds that `sample` returns, its other results are the same, and a row with a distribution keeps the
+    tokens that the oracle keeps."""
+    assert equal((same_tokens, found[:, 0]), (tokens, lse))
+    cut, first = found[:, 1:2], found[:, 2:].contiguous().view(torch.int32)
+    x, index = args["logits"].float(), torch.arange(args["logits"].shape[1])
+    kept = ((x > cut) | ((x == cut) & (index >= first))) & (x > -torch.inf)
+    names = {"temperature", *FILTERS} & args.keys()
+    expected = torch_specops.reference.filter_logits(args["logits"], **{name: args[name] for name in names})
+    assert torch.equal(kept[lse > -torch.inf], expected[lse > -torch.inf] > -torch.inf)
 
 
 def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

@@ -38,7 +38,7 @@ TENSORS = {
     "min_p": ("float32", "[B]"),
     "draft_is_one_hot": ("bool", "[B]"),
 }
-FLAGS = ("filter_draft",)
+FLAGS = ("filter_draft", "with_bounds")
 # argument -> (values out of range, other kinds); a number stands for all rows
 ROW_NUMBERS = {
     "temperature": ((-1e-9, 1e39, INF, NAN), "a tensor or a number"),

@@ -13,7 +13,7 @@ import torch
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from marks import slow
-from op_cases import FILTERS, check, op_arguments, results
+from op_cases import FILTERS, assert_bounds, call, call_traced, check, op_arguments, results
 from report import Report
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -214,3 +214,14 @@ def test_absent_filters_compile_away() -> None:
     assert graphs == []
     compiled(**op_arguments("sample"))
     assert graphs == ["specops.filter_bounds.default"]
+
+
+def test_returned_bounds_are_those_of_the_filters() -> None:
+    num_cases = 0
+    for case in sample_inputs("sample", vocab_sizes=(37,)):
+        more = case.args | {"with_bounds": True}
+        assert_bounds(case.args, *reference.sample(**case.args), *reference.sample(**more))
+        assert_bounds(case.args, *call("sample", case.args), *call("sample", more))
+        assert_bounds(case.args, *call_traced("sample", case.args), *call_traced("sample", more))
+        num_cases += 1
+    assert num_cases > 30

@@ -92,7 +92,9 @@ def test_bounds_do_not_narrow_the_loads(kernel: str) -> None:
     for option in ({}, {"FILTERED": True}):
         builds = [b for b in aot._op_builds("bf16", "bf16", **option) if b.kernel == kernel]
         wide.append(aot.compile_build(builds[0], "sm_90").wide_loads)
-    assert wide[0] == wide[1] > 0
+    # Kernels that read only parts of a tile have no branch for a tile inside the row.
+    branches = 2 if "PART" in aot.KERNELS[kernel].arg_names else 1
+    assert wide[0] == branches * wide[1] > 0
 
 
 @pytest.mark.parametrize("kernel", [slow("verify_exact.draw"), "verify_block.reach", slow("verify_block.draw")])

@@ -99,3 +99,8 @@ def test_kernel_early_exit_reads_few_rows(interpret: Interpret) -> None:
                 "draft_lse": [accepted] if accepted < num_valid else [],
             }.get(kind, [])
             assert rows == [target, draft], (kind, num_valid, accepted)
+
+
+def test_parts_without_a_kept_token_are_read_once(interpret: Interpret) -> None:
+    """By the search."""
+    assert interpret("times read") == {op: [1] for op in ("verify_exact", "verify_gumbel", "sample")}

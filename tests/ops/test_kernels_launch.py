@@ -118,6 +118,16 @@ def test_rows_of_one_dtype_share_a_search(op: str, launched: list[Launch]) -> No
         assert sum(math.prod(grid) for name, grid, _ in launched if name == "cut_kernel") == BATCH * rows
 
 
+@pytest.mark.parametrize("op", VERIFY_OPS[:2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_draft_rows_with_bounds_are_not_searched(op: str, dtype: torch.dtype, launched: list[Launch]) -> None:
+    given = empty_arguments(op, "filters", dtype=dtype) | {"draft_lse": cuda(BATCH, NUM_DRAFTS, 3)}
+    getattr(torch_specops, op)(**given)
+    assert [name for name, _, _ in launched][:3] == ["group_kernel", "cut_kernel", "stats_kernel"]
+    (_, group, _), (_, cut, _), (_, stats, _) = launched[:3]
+    assert (group[2], cut[1], stats[2]) == (NUM_DRAFTS + 1, 2 * NUM_DRAFTS + 1, NUM_DRAFTS + 1)
+
+
 @pytest.mark.parametrize("option, rest", [("temperature", 7), ("draft_lse", 4), ("one-hot", 4)])
 def test_large_batch_sums_two_rows_first(option: str, rest: int, launched: list[Launch]) -> None:
     """And a small one all rows, in a launch less."""

@@ -25,7 +25,8 @@ class Draft:
             It must not depend on the token drawn from q_j, because that would change the output's distribution.
         logits: [B, K, V], the logits that the tokens were sampled from, after processors and before temperature and
             filters. None = the draft is deterministic (q is one-hot), or shares the target's noise.
-        lse: [B, K] float32, the logsumexp that `sample` returned with each token; None if `logits` is None.
+        lse: [B, K] float32, or [B, K, 3] with bounds, which `sample` returned with each token; None if `logits` is
+            None.
         matches: [B] int64, for drafts from a lookup: the length of each sequence's match in tokens; None = not known.
             The schedule `Auto` uses the lengths to estimate acceptance.
         is_one_hot: [B] bool, True for sequences whose drafts are deterministic although `logits` is given; their
@@ -228,7 +229,7 @@ def _checked_proposal(
         raise ValueError(f"draft: expected tokens {most} or fewer from {name}, got shape {shape}")
     for part, value, expected in (
         ("logits", draft.logits, [*shape, vocab_size]),
-        ("lse", draft.lse, shape),
+        ("lse", draft.lse, [*shape, 3] if isinstance(draft.lse, Tensor) and draft.lse.dim() == 3 else shape),
         ("matches", draft.matches, shape[:1]),
         ("is_one_hot", draft.is_one_hot, shape[:1]),
     ):

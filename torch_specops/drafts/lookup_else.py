@@ -224,7 +224,9 @@ class LookupElse(SampledDraft):
         logits, lse = drawn.logits, drawn.lse
         # `pad` also copies if there is nothing to pad.
         if more > 0:
-            logits, lse = pad(logits, (0, 0, 0, more)), None if lse is None else pad(lse, (0, more))
+            logits = pad(logits, (0, 0, 0, more))
+            if lse is not None:
+                lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
 

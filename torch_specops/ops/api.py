@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_tensor
+from ..checks import check_bool, check_tensor
 from . import arguments
 from .arguments import Filters, PerRow, SigmoidArguments, VerifyArguments
 from .cpu import block, exact, sigmoid
@@ -68,7 +68,9 @@ def verify_exact(
             it is negative or NaN, nothing is accepted and the next token is -1.
         draft_lse: [B, K] float32, logsumexp(draft_logits / temperature) as `sample` returned it: over the tokens that
             the filters keep, or over all tokens with `filter_draft=False`. If it is given and the draft is not
-            filtered, only one draft row per sequence is read. Where it is not finite, q is zero.
+            filtered, only one draft row per sequence is read. Where it is not finite, q is zero. [B, K, 3], as `sample`
+            returned it with `with_bounds`, also has the bounds of the rows: a filtered draft is then read as little as
+            an unfiltered one. Bounds of other logits or filters, like a wrong lse, give another q; no error is raised.
         lenience: l in (0, 1]. 1 is lossless; with l < 1, no token is emitted with probability above p / l (Leviathan et
             al. appendix A.5). Greedy rows ignore it.
         top_k: [B] int64 or int32, or an int, as in `filter_logits`. Like the other filters, it applies to target and
@@ -231,6 +233,7 @@ def sample(
     top_k: PerRow = None,
     top_p: PerRow = None,
     min_p: PerRow = None,
+    with_bounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of softmax(logits / T) by inverse CDF, and return the row's logsumexp.
 
@@ -245,6 +248,8 @@ def sample(
         uniforms: [N] float32 or float64 in [0, 1).
         temperature: [N] float32 >= 0, or a number for all rows; None = 1, 0 = argmax (lowest index of the maximum).
         top_k, top_p, min_p: [N], or a number, as in `filter_logits`.
+        with_bounds: True = return lse [N, 3]: the logsumexp, and two numbers that say which tokens the filters kept. As
+            `draft_lse`, it saves `verify_exact` and `verify_block` the search for these tokens on CUDA.
 
     Returns:
         tokens [N] int64: the smallest v with sum_{j <= v} w_j > uniform * sum(w), never a token of weight zero. It is
@@ -266,9 +271,10 @@ def sample(
     filters = arguments.filters_of("logits", logits, temperature, top_k, top_p, min_p)
     check_tensor("uniforms", uniforms)
     arguments.check_kinds(filters)
+    check_bool("with_bounds", with_bounds)
     if torch.compiler.is_compiling():
         arguments.check_sample(logits, uniforms, filters)
-    return _sample(logits, uniforms, *filters)
+    return _sample(logits, uniforms, *filters, with_bounds)
 
 
 def filter_logits(
@@ -332,7 +338,7 @@ def _verify_exact(*values: Any) -> tuple[Tensor, Tensor]:
     args = VerifyArguments(*values)
     arguments.check_verify_exact(args)
     if args.target_logits.device.type != "cuda":
-        return exact.verify_exact(args)
+        return exact.verify_exact(args.without_bounds())
     from .cuda.exact import verify_exact as launch
 
     return launch(args)
@@ -345,7 +351,7 @@ def _verify_block(*values: Any) -> tuple[Tensor, Tensor]:
     args = VerifyArguments(*values[:11])._replace(**last)
     arguments.check_verify_block(args)
     if args.target_logits.device.type != "cuda":
-        return block.verify_block(args)
+        return block.verify_block(args.without_bounds())
     from .cuda.block import verify_block as launch
 
     return launch(args)
@@ -364,13 +370,15 @@ def _verify_sigmoid(*values: Any) -> tuple[Tensor, Tensor]:
 
 @register_op(sample, lambda logits, **args: _skips_rows(logits, 2**16, **args))
 def _sample(logits: Tensor, uniforms: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    filters = Filters(*args)
+    # The dispatcher leaves out last values that equal the defaults.
+    filters, with_bounds = Filters(*args[:4]), any(args[4:])
     arguments.check_sample(logits, uniforms, filters)
     if logits.device.type != "cuda":
-        return cpu_sample.sample(logits, uniforms, filters)
+        tokens, lse = cpu_sample.sample(logits, uniforms, filters)
+        return tokens, cpu_filters.join_bounds(lse, logits, filters) if with_bounds else lse
     from .cuda.sample import sample as launch
 
-    return launch(logits, uniforms, filters)
+    return launch(logits, uniforms, filters, with_bounds)
 
 
 @register_op(filter_logits)

@@ -52,7 +52,7 @@ class VerifyArguments(NamedTuple):
     accept_uniforms: Tensor  # [B, K]
     sample_uniforms: Tensor  # [B]
     temperature: Tensor | None = None  # [B]
-    draft_lse: Tensor | None = None  # [B, K]
+    draft_lse: Tensor | None = None  # [B, K], or [B, K, 3] with bounds
     lenience: float = 1.0
     top_k: Tensor | None = None  # [B]
     top_p: Tensor | None = None  # [B]
@@ -69,6 +69,11 @@ class VerifyArguments(NamedTuple):
     @property
     def draft_filters(self) -> Filters:
         return self.filters if self.filter_draft else Filters(self.temperature)
+
+    def without_bounds(self) -> VerifyArguments:
+        """The same arguments with `draft_lse` [B, K]."""
+        lse = self.draft_lse
+        return self if lse is None or lse.dim() != 3 else self._replace(draft_lse=lse.select(2, 0))
 
 
 class SigmoidArguments(NamedTuple):
@@ -110,8 +115,10 @@ def check_verify_exact(args: VerifyArguments) -> None:
                 "draft_lse: expected None when draft_logits is None (a one-hot draft has no logsumexp), "
                 f"got shape {list(args.draft_lse.shape)}"
             )
-        drafts = tuple(args.draft_tokens.shape)
-        _check("draft_lse", args.draft_lse, drafts, "[B, K]", FLOAT32, args.target_logits.device)
+        drafts, axes = tuple(args.draft_tokens.shape), "[B, K]"
+        if args.draft_lse.dim() == 3:
+            drafts, axes = (*drafts, 3), "[B, K] or [B, K, 3]"
+        _check("draft_lse", args.draft_lse, drafts, axes, FLOAT32, args.target_logits.device)
     if args.draft_is_one_hot is not None:
         if args.draft_logits is None:
             raise ValueError(

@@ -283,14 +283,16 @@ class SamplingTensors:
             lengths: [B, 1] int64, the sequences' lengths, drafts before this token included.
 
         Returns:
-            The token [B], then `logits` [B, V] and `lse` [B] for a `Draft`; both are None if `coupled`.
+            The token [B], then `logits` [B, V] and `lse` [B] or [B, 3] for a `Draft`; both are None if `coupled`.
         """
         if text is not None:
             logits = self.process(logits, text, lengths)
         logits = logits[:, -1]
         if self.coupled:
             return sample_gumbel(logits, numbers, lengths.squeeze(1), self.temperature, **self.filters), None, None
-        tokens, lse = sample(logits, numbers, self.temperature, **self.filters)
+        # Only CUDA kernels use bounds, if there are any.
+        with_bounds = logits.device.type == "cuda" and len(self.filters) > 0
+        tokens, lse = sample(logits, numbers, self.temperature, **self.filters, with_bounds=with_bounds)
         return tokens, logits, lse
 
     def process(self, logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:

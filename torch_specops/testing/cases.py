@@ -144,13 +144,14 @@ def _verify_arguments(
     token_dtype: torch.dtype = torch.int64,
     one_hot: bool | Sequence[bool] = False,
     lse: Sequence[float] | None = None,
+    bounds: bool = False,
     filters: dict[str, Sequence[float]] | None = None,
     filter_draft: bool | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
     """Create the arguments of a verify op. Options that are sequences of numbers are repeated over the rows. `lse` is
-    added to the draft's logsumexp. With a sequence `one_hot`, the draft's logits and logsumexp of the one-hot rows are
-    NaN, because the op must not use them."""
+    added to the draft's logsumexp, to which `bounds` adds the bounds. With a sequence `one_hot`, the draft's logits and
+    logsumexp of the one-hot rows are NaN, because the op must not use them."""
     # Use larger logits for a larger vocabulary, so that only a few tokens are likely, as in real models.
     spread = 2.0 + math.log10(vocab_size)
     target = spread * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator)
@@ -164,10 +165,11 @@ def _verify_arguments(
     rows = {key: _cycle(x, batch).to(torch.int64 if key == "top_k" else torch.float32) for key, x in values.items()}
     draft_rows = {key: x for key, x in rows.items() if key == "temperature"} if filter_draft is False else rows
     is_one_hot = _cycle((one_hot,) if isinstance(one_hot, bool) else one_hot, batch).bool()
-    drafted, draft_lse = reference.sample(
+    drafted, found = reference.sample(
         torch.where(is_one_hot.view(-1, 1, 1), target[:, :num_drafts], draft).flatten(0, 1),
         torch.rand(batch * num_drafts, generator=generator),
         **{key: x.repeat_interleave(num_drafts) for key, x in draft_rows.items()},
+        with_bounds=True,
     )
     # A row without a distribution gets a random token of the vocabulary. This token is rejected because of its row; -1
     # would be rejected as padding.
@@ -186,7 +188,8 @@ def _verify_arguments(
         "sample_uniforms": s if sample is None else _cycle(sample, batch).to(uniform_dtype),
     }
     if lse is not None:
-        args["draft_lse"] = (draft_lse + _cycle(lse, batch * num_drafts).float()).view(batch, num_drafts)
+        found[:, 0] += _cycle(lse, batch * num_drafts).float()
+        args["draft_lse"] = (found if bounds else found[:, 0].clone()).unflatten(0, (batch, num_drafts))
     if not isinstance(one_hot, bool):
         args["draft_is_one_hot"] = is_one_hot
         for ignored in {"draft_logits", "draft_lse"} & args.keys():
@@ -336,6 +339,21 @@ CASES: dict[str, Options] = {
     "filters_strided": {"filters": ALL_FILTERS, "layout": edits.batch_sliced, "temperature": MIXED_TEMPERATURE},
     "filters_without_law": {"filters": NO_LAW, "temperature": (1.0, 1.0, 0.7, 0.0, -1.0)},
     "filters_lse": {"filters": ALL_FILTERS, "lse": (0.0,), "temperature": (0.7, 0.0, 1.5), "noise": (0.1, 0.3)},
+    "filters_bounds": {
+        "filters": ALL_FILTERS,
+        "lse": (0.0,),
+        "bounds": True,
+        "dtypes": HALVES,
+        "temperature": (0.7, 0.0),
+    },
+    "filters_bounds_without_law": {"filters": NO_LAW, "lse": (0.0,), "bounds": True, "temperature": (1.0, 0.7, -1.0)},
+    "filters_bounds_removed_token": {
+        "filters": ALL_FILTERS,
+        "lse": (0.0,),
+        "bounds": True,
+        "tokens": edits.token_zero,
+        "accept": (0.0,),
+    },
     "filters_one_hot": {"filters": ALL_FILTERS, "one_hot": True, "temperature": MIXED_TEMPERATURE},
     "filters_padded": {"filters": ALL_FILTERS, "tokens": edits.pad_ragged, "num_drafts": 8, "noise": (0.1, 0.3)},
     "filters_removed_token": {"filters": ALL_FILTERS, "tokens": edits.token_zero, "accept": (0.0,), "noise": (0.1,)},
@@ -355,6 +373,7 @@ CASES: dict[str, Options] = {
         "accept": (0.9, 0.3),
         "batch": 16,
     },
+    "target_filters_bounds": {"filters": ALL_FILTERS, "filter_draft": False, "lse": (0.0,), "bounds": True},
     "target_filters_plateaus": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.plateaus},
     "target_filters_nonfinite": {"filters": ALL_FILTERS, "filter_draft": False, "edit": edits.fill_mixed},
     "target_filters_without_law": {"filters": NO_LAW, "filter_draft": False, "temperature": (1.0, 1.0, 0.7, 0.0, -1.0)},
@@ -376,9 +395,16 @@ CASES: dict[str, Options] = {
         "dtypes": HALVES,
         "noise": (0.1, 0.3),
     },
+    "mixed_one_hot_filters_bounds": {
+        "one_hot": (True, False, False),
+        "filters": ALL_FILTERS,
+        "lse": (0.0,),
+        "bounds": True,
+    },
     "mixed_one_hot_target_filters": {"one_hot": (False, True), "filters": ALL_FILTERS, "filter_draft": False},
     "long_one_hot": {"num_drafts": 20, "one_hot": True, "temperature": (0.05, 0.2)},
     "lse": {"lse": (0.0,)},
+    "lse_bounds": {"lse": (0.0,), "bounds": True},
     "lse_k8_bf16": {"lse": (0.0,), "num_drafts": 8, "dtypes": HALVES, "noise": (0.1, 0.3, 0.6)},
     "lse_temperature": {"lse": (0.0,), "temperature": (0.7, 0.0, 1.5), "layout": edits.vocab_sliced},
     "lse_nonfinite": {"lse": (0.0,), "edit": edits.fill_mixed},
@@ -438,8 +464,9 @@ ROW_OPTIONS = {"batch", "dtypes", "noise", "edit", "temperature", "layout", "uni
 VERIFY_OPTIONS = ROW_OPTIONS | {"num_drafts", "tokens", "token_dtype"}
 NOISE_OPTIONS = (ROW_OPTIONS | {"filters"}) - {"uniform_dtype", "accept", "sample"}
 OPTIONS = {
-    "verify_exact": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse", "lenience", "argmax_lenience"},
-    "verify_block": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse"},
+    "verify_exact": VERIFY_OPTIONS
+    | {"filters", "filter_draft", "one_hot", "lse", "bounds", "lenience", "argmax_lenience"},
+    "verify_block": VERIFY_OPTIONS | {"filters", "filter_draft", "one_hot", "lse", "bounds"},
     "verify_sigmoid": VERIFY_OPTIONS | {"scale"},
     "verify_gumbel": NOISE_OPTIONS | {"num_drafts", "tokens", "token_dtype"},
     "sample": ROW_OPTIONS | {"filters"},

@@ -54,6 +54,14 @@ def row_bounds(logits: Tensor, filters: Filters) -> Bounds | None:
     return Bounds(cut, None if filters.top_p is None else first)
 
 
+def join_bounds(lse: Tensor, logits: Tensor, filters: Filters) -> Tensor:
+    """[N, 3]: lse [N], and the bounds of logits [N, V] as CUDA kernels have them: the cut, and the bits of `first`, an
+    int32."""
+    bounds = row_bounds(logits, filters) or Bounds(torch.full_like(lse, -math.inf), None)
+    first = torch.zeros_like(lse) if bounds.first is None else bounds.first.int().view(torch.float32)
+    return torch.stack([lse, bounds.cut, first], 1)
+
+
 def scale_kept(logits: Tensor, inverse: Tensor | None, bounds: Bounds | None) -> Tensor:
     """[B, ..., V], the result of `scale` with -inf for removed tokens."""
     z = scale(logits, inverse)

@@ -15,8 +15,9 @@ temperature. Nothing of size [.., V] is written. Scratch: 8 bytes per (row, tile
 sequence.
 
 With filters, the search for the bounds of the K + 1 target rows and the K draft rows comes first (see
-`filter/bounds.py` for its bytes and launches), and loads of a row are masked by its bounds. With `filter_draft=False`
-the draft rows have no bounds, and the search does not read them.
+`filter/bounds.py` for its bytes and launches), and loads of a row are masked by its bounds. The statistics of a
+filtered row then need only the parts of the row in which a token is kept. The search does not read the draft rows if
+`draft_lse` has their bounds, or with `filter_draft=False`, where they have no bounds.
 
 There are two launches, or three for a large batch. No two programs write the same scratch, and sums are taken in a
 fixed order. Results are therefore bitwise repeatable, and do not depend on which launch summed a row.
@@ -69,6 +70,7 @@ def rest_kernel(
     one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
+    top_ptr,  # [B, num_tops, num_parts] or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]
     stride_target_b,
     stride_target_k,
@@ -82,9 +84,12 @@ def rest_kernel(
     tiles_per_program,
     rows_per_sequence,
     num_bounds,
+    num_tops,
+    num_parts,
     lenience,
     argmax_gap,  # the log of argmax_lenience; None: greedy rows accept only the argmax
     TILE: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -101,6 +106,7 @@ def rest_kernel(
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
     draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
+    tops = (top_ptr, num_tops, num_parts)
     rule = (temperature, inverse_t, lenience, argmax_gap)
     i = tl.arange(0, FIRST_ROWS).to(tl.int64)
     live = i < tl.where(temperature >= 0, num_valid, 0)
@@ -113,7 +119,9 @@ def rest_kernel(
     if accepted_prefix_length(accepted) == FIRST_ROWS:
         for tile in tl.range(first_tile, tl.minimum(first_tile + tiles_per_program, num_tiles).to(tl.int32)):
             row = tl.where(r <= num_drafts, r, r + FIRST_ROWS)
-            sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
+            sum_tile(
+                b, row, tile, partial_ptr, target, draft, sizes, tops, num_valid, temperature, inverse_t, TILE, PART
+            )
 
 
 @triton.jit

@@ -8,8 +8,8 @@ noise is computed when logits are loaded, so nothing of size [.., V] is written.
 2. `match_kernel`, one program per sequence: computes the scores of these tokens again, relative to the largest of their
    logits, and compares the drafts with the tokens of the largest scores.
 Scratch: 8 bytes per (row, tile). A maximum does not depend on the order of its inputs, so results are bitwise
-repeatable. With filters, the search for the bounds of the rows comes first (`filter/bounds.py`), and loads are masked
-by the bounds.
+repeatable. With filters, the search for the bounds of the rows comes first (`filter/bounds.py`). The first kernel then
+reads only the parts of a row in which a token is kept, and masks them by the bounds.
 """
 
 import torch
@@ -20,12 +20,12 @@ from torch import Tensor
 from ..arguments import GumbelArguments
 from . import launch
 from .accept import accepted_prefix_length, count_valid, walk_width
-from .filter import filter_bounds
+from .filter import filter_bounds, top_values
 from .tiles import (
     FLOAT32_MAX,
     combine_argmax,
     inverse_temperature,
-    load_kept,
+    load_kept_parts,
     load_partials,
     load_temperature,
     row_lead,
@@ -92,6 +92,7 @@ def score_kernel(
     positions_ptr,  # [B]
     temperature_ptr,  # [B] or None
     bounds_ptr,  # [B, K+1, 2] or None
+    top_ptr,  # [B, K+1, num_parts] maxima of parts, or None
     partial_ptr,  # [B, K+1, num_tiles, 2]
     stride_b,
     stride_k,
@@ -99,7 +100,9 @@ def score_kernel(
     num_drafts,
     vocab_size,
     num_tiles,
+    num_parts,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -111,7 +114,9 @@ def score_kernel(
         row_ptr = target_ptr + b * stride_b + i.to(tl.int64) * stride_k
         row = b * (num_drafts + 1) + i
         lead = row_lead(row_ptr, stride_v)
-        z = scale(load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, row, TILE), 1.0)
+        tops = (top_ptr, num_drafts + 1, num_parts)
+        x = load_kept_parts(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, row, tops, b, i, TILE, PART)
+        z = scale(x, 1.0)
         v = tile_tokens(lead, tile, TILE)
         if temperature == 0:
             z_best, token = tile_argmax(z, v)
@@ -177,13 +182,17 @@ def verify_gumbel(args: GumbelArguments, *, tile: int | None = None) -> tuple[Te
     block_t, device = launch.padded_power_of_2(num_tiles), target.device
     output_tokens = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
+    bounds = top = None
+    if filters.removes_tokens:
+        bounds, top = filter_bounds(target, filters, tile=tile)
     values = {
         "target_ptr": target,
         "draft_tokens_ptr": launch.contiguous(args.draft_tokens),
         "seeds_ptr": launch.contiguous(args.seeds),
         "positions_ptr": launch.contiguous(args.positions),
         "temperature_ptr": launch.contiguous(args.temperature),
-        "bounds_ptr": filter_bounds(target, filters, tile=tile) if filters.removes_tokens else None,
+        "bounds_ptr": bounds,
+        **top_values(top, tile),
         "partial_ptr": torch.empty(batch, num_rows, num_tiles, 2, dtype=torch.float32, device=device),
         "num_accepted_ptr": num_accepted,
         "output_tokens_ptr": output_tokens,

@@ -12,10 +12,10 @@ import triton.language as tl
 from ..arguments import VerifyArguments
 from . import launch
 from .accept import count_valid, shared_values
-from .filter import filter_bounds
+from .filter import filter_bounds, top_values
 from .tiles import (
     inverse_temperature,
-    load_kept,
+    load_kept_parts,
     load_temperature,
     row_lead,
     scale,
@@ -27,7 +27,21 @@ from .tiles import (
 
 
 @triton.jit
-def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE: tl.constexpr):
+def sum_tile(
+    b,
+    row,
+    tile,
+    partial_ptr,
+    target,
+    draft,
+    sizes,
+    tops,
+    num_valid,
+    temperature,
+    inverse_t,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
     """Compute and store the partials of one tile of sequence b. `row` is an index into the K + 1 target rows followed
     by the K draft rows."""
     target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr = target
@@ -39,7 +53,9 @@ def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, tempera
         if (row <= num_valid) & (temperature >= 0):
             row_ptr = target_ptr + b * stride_target_b + row.to(tl.int64) * stride_target_k
             lead = row_lead(row_ptr, stride_target_v)
-            x = load_kept(row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+            x = load_kept_parts(
+                row_ptr, stride_target_v, lead, vocab_size, tile, bounds_ptr, bounds_row, tops, b, row, TILE, PART
+            )
             if temperature == 0:
                 tile_max, sum_or_token = tile_argmax(scale(x, inverse_t), tile_tokens(lead, tile, TILE))
             else:
@@ -50,7 +66,9 @@ def sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, tempera
         if (i >= 0) & (i < num_valid) & (temperature > 0):
             row_ptr = draft_ptr + b * stride_draft_b + i.to(tl.int64) * stride_draft_k
             lead = row_lead(row_ptr, stride_draft_v)
-            x = load_kept(row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, TILE)
+            x = load_kept_parts(
+                row_ptr, stride_draft_v, lead, vocab_size, tile, draft_bounds_ptr, bounds_row, tops, b, row, TILE, PART
+            )
             tile_max, tile_sum = tile_stats(x, inverse_t)
             store_pair(partial_ptr, tile_max, tile_sum)
 
@@ -64,6 +82,7 @@ def stats_kernel(
     one_hot_ptr,  # [B] bool, True: drafts are one-hot although draft_ptr is given; or None
     bounds_ptr,  # [B, num_bounds, 2] bounds of target rows, then of draft rows if they are filtered; or None
     draft_bounds_ptr,  # bounds_ptr again if the draft is filtered, else None
+    top_ptr,  # [B, num_tops, num_parts] maxima of parts of target rows, then of draft rows; or None
     partial_ptr,  # [B, rows_per_sequence, num_tiles, 2]: K+1 target rows, then K draft rows if they are read
     count_ptr,  # [B], set to 0
     stride_target_b,
@@ -78,7 +97,10 @@ def stats_kernel(
     target_rows,  # the number of target rows to read; further programs read the first draft rows
     rows_per_sequence,
     num_bounds,
+    num_tops,
+    num_parts,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -93,7 +115,8 @@ def stats_kernel(
     target = (target_ptr, stride_target_b, stride_target_k, stride_target_v, bounds_ptr)
     draft = (draft_ptr, stride_draft_b, stride_draft_k, stride_draft_v, draft_bounds_ptr, tokens_ptr, one_hot_ptr)
     sizes = (num_drafts, vocab_size, num_tiles, rows_per_sequence, num_bounds)
-    sum_tile(b, row, tile, partial_ptr, target, draft, sizes, num_valid, temperature, inverse_t, TILE)
+    tops = (top_ptr, num_tops, num_parts)
+    sum_tile(b, row, tile, partial_ptr, target, draft, sizes, tops, num_valid, temperature, inverse_t, TILE, PART)
 
 
 def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
@@ -106,15 +129,18 @@ def exact_values(args: VerifyArguments, tile: int | None) -> dict[str, Any]:
     num_tiles = launch.num_tiles(target, tile, draft)
     launch.check_grid("target_logits", target, num_rows + num_drafts, num_tiles)
     filtered_draft = draft if args.filter_draft else None
-    bounds = None
+    bounds = top = found = None
     if args.filters.removes_tokens:
-        bounds = filter_bounds(target, args.filters, filtered_draft, args.draft_is_one_hot, tile=tile)
+        if filtered_draft is not None and args.draft_lse is not None and args.draft_lse.dim() == 3:
+            found = args.draft_lse, torch.empty(batch, num_drafts, dtype=torch.float32, device=target.device)
+        bounds, top = filter_bounds(target, args.filters, filtered_draft, args.draft_is_one_hot, found, tile=tile)
     return shared_values(args, tile, num_tiles, rows) | {
-        "draft_lse_ptr": launch.contiguous(args.draft_lse),
+        "draft_lse_ptr": launch.contiguous(args.without_bounds().draft_lse) if found is None else found[1],
         "one_hot_ptr": launch.contiguous(args.draft_is_one_hot),
         "bounds_ptr": bounds,
         "draft_bounds_ptr": None if filtered_draft is None else bounds,
         "num_bounds": 0 if bounds is None else bounds.shape[1],
+        **top_values(top, tile),
         "count_ptr": torch.empty(batch, dtype=torch.int32, device=target.device),
     }
 

@@ -154,11 +154,16 @@ def keep(x, v, cut, first_at_cut):
 
 
 @triton.jit
+def load_bounds(bounds_ptr, bounds_row):
+    """The bounds that `filter_bounds` stored for a row: the cut, and the lowest kept id at the cut."""
+    return tl.load(bounds_ptr + bounds_row * 2), tl.load(bounds_ptr + bounds_row * 2 + 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def within_bounds(x, v, bounds_ptr, bounds_row):
-    """`keep` with the bounds that `filter_bounds` stored for a row; x unchanged if there are no bounds (None)."""
+    """`keep` with the bounds of a row; x unchanged if there are no bounds (None)."""
     if bounds_ptr is not None:
-        cut = tl.load(bounds_ptr + bounds_row * 2)
-        first_at_cut = tl.load(bounds_ptr + bounds_row * 2 + 1).to(tl.int32, bitcast=True)
+        cut, first_at_cut = load_bounds(bounds_ptr, bounds_row)
         x = keep(x, v, cut, first_at_cut)
     return x
 
@@ -168,6 +173,52 @@ def load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row,
     """The logits [TILE] of a tile in float32; -inf outside the bounds of the row."""
     x = load_logits(row_ptr, stride_v, lead, vocab_size, tile, TILE, True)
     return within_bounds(x, tile_tokens(lead, tile, TILE), bounds_ptr, bounds_row)
+
+
+@triton.jit
+def load_kept_parts(
+    row_ptr,
+    stride_v,
+    lead,
+    vocab_size,
+    tile,
+    bounds_ptr,
+    bounds_row,
+    tops,
+    b,
+    row,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """`load_kept` for row `row` of sequence b that reads only the parts of the tile in which a token is kept. A part
+    has PART entries. `tops` has a pointer to the maxima of parts that the search has stored (or None), the number of
+    rows of a sequence that have them, and the number of parts of a row. Other rows are read completely."""
+    top_ptr, num_tops, num_parts = tops
+    if top_ptr is None or bounds_ptr is None:
+        x = load_kept(row_ptr, stride_v, lead, vocab_size, tile, bounds_ptr, bounds_row, TILE)
+    else:
+        cut, first_at_cut = load_bounds(bounds_ptr, bounds_row)
+        part = tile * (TILE // PART) + tl.arange(0, TILE // PART)
+        # The search did not read rows that keep every token or none, and stored no maxima for them.
+        searched = (row < num_tops) & (cut > float("-inf")) & (first_at_cut < INT32_MAX)
+        top_ptr += (b * num_tops + row) * num_parts
+        top = tl.load(top_ptr + part, mask=searched & (part < num_parts), other=float("inf"))
+        kept = (widen(top) >= cut)[:, None]
+        position = part[:, None] * PART + tl.arange(0, PART)[None, :]
+        end = lead + vocab_size
+        if stride_v is None:
+            VEC: tl.constexpr = 128 // row_ptr.dtype.element_ty.primitive_bitwidth
+            base = tl.multiple_of(row_ptr - lead, 16)
+            chunk = position // VEC * VEC
+            whole = kept & (chunk >= lead) & (chunk + VEC <= end)
+            x = tl.load(base + position, mask=whole, other=float("-inf"))
+            if (tile * TILE < lead) | (tile * TILE + TILE > end):
+                split = kept & (whole == 0) & (position >= lead) & (position < end)
+                x = tl.load(base + position, mask=split, other=x)
+        else:
+            x = tl.load(row_ptr + position.to(tl.int64) * stride_v, mask=kept & (position < end), other=float("-inf"))
+        x = keep(tl.reshape(widen(x), (TILE,)), tile_tokens(lead, tile, TILE), cut, first_at_cut)
+    return x
 
 
 @triton.jit

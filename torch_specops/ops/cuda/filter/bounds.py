@@ -21,6 +21,10 @@ total in reads of a row of 128,256 logits:
 With top_p after a top_k of V / 16 or more, the total is 4 to 8. These are not read: greedy rows, rows whose filters are
 off, and rows without a distribution (a negative or NaN temperature, or a NaN top_p or min_p).
 
+A kernel that then sums rows or scores their tokens does not read them again. It reads the maxima (3.1 % of the size of
+a row) and the halves in which a token is kept (`load_kept_parts`); of top_k tokens these are at most top_k halves. Rows
+that the search did not read are read completely.
+
 Scratch for each group of 64 entries: 2 s + 8 bytes, 4 more with top_p, and 4 s + 16 for the list. That is 31 % of the
 size of bfloat16 rows. The first kernel writes 3.1 % of the size of such a row (6.2 % with top_p), which the second
 reads once. Of the lists, only the used entries are written.
@@ -29,6 +33,8 @@ Sums are taken in a fixed order and without atomics, so results are bitwise repe
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,22 +59,38 @@ def cut_warps(block_g: int, is_contiguous: bool) -> int:
     return 8 if block_g <= FEW_GROUPS and is_contiguous else 16
 
 
+def group_size(tile: int) -> int:
+    return min(GROUP, tile // 4)
+
+
+def part_size(tile: int) -> int:
+    # A part has at least 8 entries, which are 16 bytes of a 16-bit type.
+    return max(group_size(tile) // PARTS, 8)
+
+
 def filter_bounds(
     logits: Tensor,
     filters: Filters,
     draft_logits: Tensor | None = None,
     draft_is_one_hot: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
     *,
     tile: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The bounds [B, R, 2] float32 of logits [B, R, V] under filters [B]: the cut, and the lowest kept id at the cut,
     whose bits are stored as a float32. With `draft_logits` [B, K, V] the bounds are [B, R + K, 2], and the draft's rows
-    come last. Those of sequences with `draft_is_one_hot` [B] are not read, and have no bounds."""
+    come last. Those of sequences with `draft_is_one_hot` [B] are not read, and have no bounds.
+
+    If `found` is given, the draft's rows are not searched. It has a `draft_lse` with bounds [B, K, 3], of which the
+    bounds are copied to the result, and a tensor [B, K] that the logsumexp is copied to.
+
+    Also returns the maxima of the parts of rows, [B, R + K, number of parts], or [B, R, number of parts] if the draft's
+    rows had a separate search or none. `load_kept_parts` uses them."""
     batch, num_rows, _ = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
     bounds = torch.empty(batch, num_rows + num_drafts, 2, dtype=torch.float32, device=logits.device)
     filters = Filters(*map(launch.contiguous, filters))
-    draft = draft_logits if num_drafts > 0 else None
+    draft = draft_logits if num_drafts > 0 and found is None else None
     one_hot = None if draft is None else launch.contiguous(draft_is_one_hot)
     if draft is not None and (draft.dtype != logits.dtype or draft.stride(2) != logits.stride(2)):
         # Search the draft's rows in a separate launch, because one launch handles only one dtype and stride.
@@ -78,8 +100,13 @@ def filter_bounds(
             temperature = (~one_hot).float() if temperature is None else temperature.masked_fill(one_hot, 0.0)
         _search(draft, None, None, filters._replace(temperature=temperature), bounds, num_rows, tile)
         draft = one_hot = None
-    _search(logits, draft, one_hot, filters, bounds, 0, tile)
-    return bounds
+    return bounds, _search(logits, draft, one_hot, filters, bounds, 0, tile, found)
+
+
+def top_values(top: Tensor | None, tile: int) -> dict[str, Any]:
+    """The kernel arguments of `load_kept_parts`, by parameter name, from the second result of `filter_bounds`."""
+    _, num_tops, num_parts = (0, 0, 0) if top is None else top.shape
+    return {"top_ptr": top, "num_tops": num_tops, "num_parts": num_parts, "PART": part_size(tile)}
 
 
 def _search(
@@ -90,22 +117,21 @@ def _search(
     bounds: Tensor,
     first_row: int,
     tile: int,
-) -> None:
-    """Write the bounds of the rows of both tensors to `bounds`, in each sequence from row `first_row` on."""
+    found: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the bounds of the rows of both tensors to `bounds`, in each sequence from row `first_row` on. Returns the
+    maxima of the parts of these rows."""
     batch, num_rows, vocab_size = logits.shape
     num_drafts = 0 if draft_logits is None else draft_logits.shape[1]
-    rows = batch * (num_rows + num_drafts)
     num_tiles = launch.num_tiles(logits, tile)
-    group = min(GROUP, tile // 4)
-    num_groups = num_tiles * (tile // group)
-    # A part has at least 8 entries, which are 16 bytes of a 16-bit type.
-    part = max(group // PARTS, 8)
-    num_parts = num_tiles * (tile // part)
+    group, part = group_size(tile), part_size(tile)
+    num_groups, num_parts = num_tiles * (tile // group), num_tiles * (tile // part)
     room = ROOM * num_groups
 
-    def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
+    def scratch(size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(batch, num_rows + num_drafts, size, dtype=dtype, device=logits.device)
 
+    top = scratch(num_parts, dtype=logits.dtype)
     block_g = launch.padded_power_of_2(num_groups)
     values = {
         "logits_ptr": logits,
@@ -115,11 +141,13 @@ def _search(
         "top_k_ptr": filters.top_k,
         "top_p_ptr": filters.top_p,
         "min_p_ptr": filters.min_p,
-        "top_ptr": scratch(num_parts, dtype=logits.dtype),
+        "top_ptr": top,
         "sum_ptr": None if filters.top_p is None else scratch(num_groups, dtype=torch.float32),
         "part_ptr": scratch(num_parts, dtype=torch.int32),
         "token_ptr": scratch(room, dtype=torch.int32),
         "value_ptr": scratch(room, dtype=logits.dtype),
+        "found_ptr": None if found is None else launch.contiguous(found[0]),
+        "lse_ptr": None if found is None else found[1],
         "bounds_ptr": bounds,
         **launch.logits_strides(("stride_b", "stride_r", "stride_v"), logits),
         **launch.logits_strides(("stride_draft_b", "stride_draft_k", "stride_draft_v"), draft_logits),
@@ -138,4 +166,6 @@ def _search(
         "BLOCK_G": block_g,
     }
     launch.run(group_kernel, (batch, num_tiles, num_rows + num_drafts), values, launch.stats_warps(tile))
-    launch.run(cut_kernel, (batch, num_rows + num_drafts), values, cut_warps(block_g, logits.stride(2) == 1))
+    written_rows = num_rows + num_drafts if found is None else bounds.shape[1]
+    launch.run(cut_kernel, (batch, written_rows), values, cut_warps(block_g, logits.stride(2) == 1))
+    return top

@@ -62,7 +62,7 @@ def filter_logits(logits: Tensor, filters: Filters, *, tile: int | None = None) 
     launch.check_grid("logits", logits, 1, num_tiles)
     values = {
         "logits_ptr": logits,
-        "bounds_ptr": filter_bounds(logits.unsqueeze(1), filters, tile=tile),
+        "bounds_ptr": filter_bounds(logits.unsqueeze(1), filters, tile=tile)[0],
         "output_ptr": output,
         **launch.logits_strides(("stride_n", "stride_v"), logits),
         "vocab_size": vocab_size,

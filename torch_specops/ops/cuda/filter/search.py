@@ -145,6 +145,8 @@ def cut_kernel(
     part_ptr,  # [B, R + K, num_groups * GROUP / PART] indices of the parts to read again
     token_ptr,  # [B, R + K, room] token ids of the entries that may be the cut
     value_ptr,  # [B, R + K, room] logits of the entries in token_ptr
+    found_ptr,  # [B, num_bounds - R, 3] the logsumexp and the bounds of draft rows that are not searched, or None
+    lse_ptr,  # [B, num_bounds - R] the logsumexp alone, or None
     bounds_ptr,  # [B, num_bounds, 2], of which rows first_row .. first_row + R + K are written
     stride_b,
     stride_r,
@@ -174,6 +176,8 @@ def cut_kernel(
     if one_hot_ptr is not None:
         # A row with temperature 0 is not read.
         temperature = tl.where((r >= num_rows) & tl.load(one_hot_ptr + b), 0.0, temperature)
+    if found_ptr is not None:
+        temperature = tl.where(r >= num_rows, 0.0, temperature)
     if top_k_ptr is not None:
         k = tl.load(top_k_ptr + b)
     if top_p_ptr is not None:
@@ -284,4 +288,11 @@ def cut_kernel(
                 first_at_cut = tl.where(likely > lo, 0, first_at_cut)
                 lo = likely
         cut = tl.where(x_max > float("-inf"), key_value(lo, DTYPE), cut)
-    store_pair(bounds_ptr + (b * num_bounds + first_row + r) * 2, cut, first_at_cut.to(tl.float32, bitcast=True))
+    first_bits = first_at_cut.to(tl.float32, bitcast=True)
+    if found_ptr is not None:
+        if r >= num_rows:
+            row = b * (num_bounds - num_rows) + r - num_rows
+            tl.store(lse_ptr + row, tl.load(found_ptr + row * 3))
+            cut = tl.load(found_ptr + row * 3 + 1)
+            first_bits = tl.load(found_ptr + row * 3 + 2)
+    store_pair(bounds_ptr + (b * num_bounds + first_row + r) * 2, cut, first_bits)
