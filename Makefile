@@ -30,7 +30,7 @@ help: ## list the targets
 demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in colour
 	@$(BIN)torch-specops demo $(ARGS)
 
-test: $(DEV) ## run the tests but the slow ones, a process per core; GPU tests are skipped where there is none
+test: $(DEV) ## run the tests but the slow ones, a process per core; GPU tests are left out where there is none
 	@$(RUN) -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(DEV) ## run every test: also all kernel targets, real models and the GPU rehearsal

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available() and not config.option.markexpr.startswith("gpu"):
+        # A worker takes longer to skip a test than to leave it out. Where all need a device, they say so.
+        kept = [item for item in items if item.get_closest_marker("gpu") is None]
+        if kept:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+            items[:] = kept
     stand_in = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
     for item in items:
         if item.get_closest_marker("gpu") is None:
@@ -75,11 +81,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"not rehearsed: {unseen.args[0]}"))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: a garbage collection that looks through all of it takes half of the time of a test with
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: to look for garbage in it takes seconds, and later half of the time of a test with
     thousands of texts."""
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         # It empties the processor's caches to time the guards of each graph, for a log that nobody reads.
         guards.profile_guard_manager = lambda *arguments: 0.0
