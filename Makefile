@@ -23,6 +23,8 @@ EVIDENCE = $(VENV:%=%/.installed-evidence)
 BIN = $(VENV:%=%/bin/)
 SITE = NO_MKDOCS_2_WARNING=1; export NO_MKDOCS_2_WARNING; $(RUN) -m mkdocs build --strict
 RUN = python="$(VENV:%=%/bin/python)"; "$${python:-$(PYTHON)}"
+# Otherwise each worker would compile all tests again, and rewrite their asserts.
+QUICK = unset PYTHONDONTWRITEBYTECODE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -30,11 +32,11 @@ help: ## list the targets
 demo: $(DEMO) ## decode a prompt with a real model, drafts and acceptances in colour
 	@$(BIN)torch-specops demo $(ARGS)
 
-test: $(DEV) ## run the tests but the slow ones, a process per core; GPU tests are skipped where there is none
-	@$(RUN) -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+test: $(DEV) ## run the tests but the slow ones, a process per core; GPU tests are left out where there is none
+	@$(QUICK); $(RUN) -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(DEV) ## run every test: also all kernel targets, real models and the GPU rehearsal
-	@$(RUN) -m pytest -n auto --dist worksteal $(ARGS)
+	@$(QUICK); $(RUN) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-latest: ## run the tests but the slow ones with the newest releases of everything: 5.9 GB, minutes
 	@$(MAKE) test VENV=.venv-latest CONSTRAINTS=constraints-latest.txt

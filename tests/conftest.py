@@ -6,47 +6,52 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
-    # Triton reads it when it is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
-    import cuda_stand_in
-
-    cuda_stand_in.install()
-
-    from torch_specops.ops.cuda import attention
-
-    # Every program takes the interpreter a while.
-    attention.RESIDENT_PROGRAMS = 16
-
-from report import Report
-
-# The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
-if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Each worker would start a process per core for Inductor's kernels.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
-
+if TYPE_CHECKING:
+    from report import Report
 
 # Imports and compilers make many objects and few cycles. By default the collector looks through them after every 700,
 # and Dynamo asks it to after every graph.
 gc.set_threshold(100_000)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
-# pytest listens to every logger that does not propagate. torch writes its trace only if somebody listens: that takes
-# time, and would fill the report of a failed compile test.
-TRACE = logging.getLogger("torch.__trace")
-TRACE.propagate = True
-TRACE.handlers.clear()
-
 NOT_REHEARSED = "not rehearsed"
 MEASURED = "measured"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that gives tests to workers needs no torch, and starts them when it has read its settings."""
+    if getattr(config.option, "dist", "no") != "no":
+        return
+    if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
+        # Triton reads it when it is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+        import cuda_stand_in
+
+        cuda_stand_in.install()
+
+        from torch_specops.ops.cuda import attention
+
+        # Every program takes the interpreter a while.
+        attention.RESIDENT_PROGRAMS = 16
+    import torch
+
+    # The tensors of the tests are small: more threads cost more than they bring, and workers share the cores.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Each worker would start a process per core for Inductor's kernels.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
+    # pytest listens to every logger that does not propagate. torch writes its trace only if somebody listens: that
+    # takes time, and would fill the report of a failed compile test.
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -57,7 +62,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available() and not config.option.markexpr.startswith("gpu"):
+        # A worker takes longer to skip a test than to leave it out. Where all need a device, they say so.
+        kept = [item for item in items if item.get_closest_marker("gpu") is None]
+        if kept:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+            items[:] = kept
     stand_in = "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ
     for item in items:
         if item.get_closest_marker("gpu") is None:
@@ -75,14 +88,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"not rehearsed: {unseen.args[0]}"))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: a garbage collection that looks through all of it takes half of the time of a test with
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: to look for garbage in it takes seconds, and later half of the time of a test with
     thousands of texts."""
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    # What Dynamo does for a log that nobody reads: it empties the processor's caches to time the guards of each graph,
+    # and reads every file that it traces for the names of its functions.
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
-        # It empties the processor's caches to time the guards of each graph, for a log that nobody reads.
         guards.profile_guard_manager = lambda *arguments: 0.0
+    if (names := sys.modules.get("torch._dynamo.symbolic_convert")) is not None:
+        names.get_funcname = lambda *arguments: None
 
 
 @pytest.fixture
@@ -94,6 +118,8 @@ def quick_collection() -> None:
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing compiled before counts, and nothing compiled here is left."""
+    import torch._dynamo
+
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
@@ -103,12 +129,16 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """What is to be compiled runs as it stands, and on CUDA is captured all the same."""
+    import torch
+
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Iterator[Report]:
+    from report import Report
+
     found = Report()
     yield found
     # A worker's reports hold plain types only.

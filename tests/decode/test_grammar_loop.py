@@ -369,21 +369,25 @@ def test_compiled_steps_give_the_same_text(draft: str) -> None:
 
 def test_xgrammar_processor_becomes_a_grammar() -> None:
     ours = {"custom_generate": torch_specops.hf.custom_generate}
-    for draft in (None, PromptLookup(min_ngram=1), DRAFTS["perturbed"]("llama")):
-        for more in ({}, {"repetition_penalty": 1.3}, {"return_dict_in_generate": True, "output_scores": True}):
+    drafts = (None, PromptLookup(min_ngram=1), DRAFTS["perturbed"]("llama"))
+    for more in ({}, {"repetition_penalty": 1.3}, {"return_dict_in_generate": True, "output_scores": True}):
 
-            def processors() -> list[Any]:
-                return [LogitsProcessor([compiled(REGEX), compiled(FORCED), compiled(REGEX)])]
+        def processors() -> list[Any]:
+            return [LogitsProcessor([compiled(REGEX), compiled(FORCED), compiled(REGEX)])]
 
-            expected = hf_text(logits_processor=processors(), **more)
+        expected = hf_text(logits_processor=processors(), **more)
+        for draft in drafts:
             found = hf_text(logits_processor=processors(), draft_model=draft, **ours, **more)
             if more.get("output_scores"):
                 for own, theirs in zip(found.scores, expected.scores, strict=True):
                     assert torch.equal(own.isneginf()[~own.isnan()], theirs.isneginf()[~own.isnan()])
-                expected, found = expected.sequences, found.sequences
-            assert torch.equal(found, expected)
+                assert torch.equal(found.sequences, expected.sequences)
+            else:
+                assert torch.equal(found, expected)
+    expected = hf_text(logits_processor=[LogitsProcessor(compiled(REGEX))])
+    for draft in drafts:
         given = hf_text(grammar=[LIBRARIES["xgrammar"](REGEX) for _ in PROMPTS], draft_model=draft, **ours)
-        assert torch.equal(given, hf_text(logits_processor=[LogitsProcessor(compiled(REGEX))]))
+        assert torch.equal(given, expected)
 
 
 def test_unknown_grammar_processor_is_refused() -> None:

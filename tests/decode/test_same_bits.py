@@ -197,12 +197,16 @@ def test_no_way_changes_a_bit(dtype: torch.dtype) -> None:
         for row, (start, (text, _)) in enumerate(zip(starts, expected(dtype), strict=True))
     ]
     assert are_same(rows, expected(dtype))
-    # Control: without the option bits differ.
-    draft = perturbed(target(dtype), 0.01)
-    output = decoder(dtype, draft, invariant=False).generate(**arguments(ALL))
+
+
+def test_without_the_option_bits_differ() -> None:
+    """In float32: some processors round a batch in bfloat16 as they round each text alone."""
+    dtype = torch.float32
+    output = decoder(dtype, perturbed(target(dtype), 0.01), invariant=False).generate(**arguments(ALL))
     assert not output.stats.invariant
-    found = [output.logprobs[row, len(PROMPTS[row]) : len(PROMPTS[row]) + 9] for row in ALL]
-    assert not all(torch.equal(each, bits[:9]) for each, (_, bits) in zip(found, expected(dtype), strict=True))
+    starts = [(len(prompt), len(prompt) + length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    found = [output.logprobs[row, start:end] for row, (start, end) in enumerate(starts)]
+    assert not all(torch.equal(own, bits) for own, (_, bits) in zip(found, expected(dtype), strict=True))
 
 
 def test_a_grammar_that_decides() -> None:

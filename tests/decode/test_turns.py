@@ -29,8 +29,8 @@ IDS, MASK = padded(PROMPTS, "left")
 OTHER_IDS = torch.tensor([[9, 8, 7, 9, 8], [4, 4, 6, 4, 4]])
 SAMPLED = SamplingParams(temperature=0.8, top_k=20)
 CALLS: list[dict[str, Any]] = [
-    {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": [11, 6, 8], "seed": 1, "sampling": SAMPLED},
-    {"input_ids": OTHER_IDS, "max_new_tokens": 9, "seed": 2, "logprobs": "raw"},
+    {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": [8, 4, 6], "seed": 1, "sampling": SAMPLED},
+    {"input_ids": OTHER_IDS, "max_new_tokens": 7, "seed": 2, "logprobs": "raw"},
 ]
 
 
@@ -244,7 +244,7 @@ def test_a_session_goes_on_beside_other_calls(kind: str) -> None:
     """While its rows are in use, while some are free, and while all are."""
     loop = decoder(kind)
     short = {"input_ids": OTHER_IDS, "max_new_tokens": 2}
-    requests = [Request(prompt, 6 + 4 * place, seed=place) for place, prompt in enumerate([*PROMPTS, [7, 7]])]
+    requests = [Request(prompt, 5 + 3 * place, seed=place) for place, prompt in enumerate([*PROMPTS, [7, 7]])]
     expected = many(loop, requests, 2)
     # They need no more than a step or two to overwrite what the session has read.
     calls = [call | {"max_new_tokens": 4} for call in CALLS]

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from torch_specops.drafts import LanguageModel
+from torch_specops.drafts import FeatureModel, LanguageModel
 
 VOCAB = 60
 POSITIONS = 96
@@ -229,6 +229,35 @@ class TracedPairs(PairModel):
         before = self.memory.gather(1, (positions - 1).clamp(min=0))
         logits = self.table[torch.where(positions > 0, before, self.vocab_size), tokens]
         return logits if num_logits is None else logits[:, -num_logits:]
+
+
+class TracedFeatures(FeatureModel, TracedPairs):
+    """The same with hidden states, which depend on the token that is read alone: traced sooner than a transformer."""
+
+    num_layers, hidden_size, dtype = 2, 32, torch.float64
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        super().__init__(random_table(vocab, seed=5))
+        size = (self.num_layers + 1, vocab, self.hidden_size)
+        self.states = torch.randn(size, generator=torch.Generator().manual_seed(6), dtype=self.dtype)
+        self.embeddings = self.states[0]
+
+    def keep_features(self, layers: Sequence[int]) -> None:
+        self.kept = torch.cat([self.states[layer] for layer in layers], -1)
+
+    def start(self, batch: int, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
+        super().start(batch, capacity, inputs)
+        self.features = torch.zeros(batch, capacity, self.kept.shape[1], dtype=self.dtype)
+
+    def remember(self, tokens: Tensor, positions: Tensor) -> None:
+        super().remember(tokens, positions)
+        self.features.scatter_(1, positions.unsqueeze(2).expand(-1, -1, self.kept.shape[1]), self.kept[tokens])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embeddings[tokens]
+
+    def head(self, states: Tensor) -> Tensor:
+        return states @ self.embeddings.T
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
