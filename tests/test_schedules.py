@@ -9,10 +9,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_loop import Loop, Seconds, a_text, best_constant, dear, flat, stepped
+from simulated_loop import (
+    Loop,
+    Seconds,
+    a_double_text,
+    a_text,
+    best_constant,
+    dear,
+    flat,
+    run_with_two_sources,
+    stepped,
+)
 from tiny_models import raised
 
 from torch_specops.analysis import expected_tokens_per_step
@@ -413,3 +424,56 @@ def test_auto_tells_drafts_apart_by_match() -> None:
     texts = [[one if place % 3 == 0 else other for place, (one, other) in enumerate(zip(long, short, strict=True))]]
     found = Loop(Auto(10), stepped)
     assert found.run(texts) < (1 - LOST - RETIMED) * best_constant(texts, stepped)
+
+
+COPY, HALF, SPURIOUS = (1.0, 0.97, 0.1), (0.5, 0.9, 0.1), (0.0, 0.0, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("lookup", "chance_of_others", "drafting", "seconds", "num_rows", "is_refilled", "share"),
+    [
+        (COPY, 0.3, 0.5, flat, 1, False, 1.0),
+        (COPY, 0.3, 0.25, flat, 8, True, 1.0),
+        (SPURIOUS, 0.85, 0.1, flat, 1, False, 1.0),
+        (HALF, 0.85, 0.1, flat, 1, False, 0.85),
+        (HALF, 0.6, 0.25, stepped, 8, False, 0.9),
+    ],
+)
+def test_auto_with_two_sources(
+    lookup: tuple[float, float, float],
+    chance_of_others: float,
+    drafting: float,
+    seconds: Seconds,
+    num_rows: int,
+    is_refilled: bool,
+    share: float,
+) -> None:
+    """The worse of two sources loses no more than its limit. Where each is better in some steps, both together are
+    faster than the better one."""
+    copied, chance, elsewhere = lookup
+    schedules, times, length, num_batches = [Auto(10), Auto(4), Auto(10)], [0.0] * 3, 400, 2
+    options: dict[str, Any] = {"is_refilled": is_refilled}
+    for batch in range(num_batches):
+        seeds = range(100 * batch, 100 * batch + num_rows * (1 + is_refilled))
+        texts = [a_double_text(length, copied, chance, chance_of_others, elsewhere, seed) for seed in seeds]
+        looked_up = [[cell[:3] for cell in text] for text in texts]
+        others = [[(4, 0, cell[3]) for cell in text] for text in texts]
+        times[0] += Loop(schedules[0], seconds, **options).run(looked_up, num_rows)
+        times[1] += Loop(schedules[1], seconds, looks_up=False, drafting=drafting, **options).run(others, num_rows)
+        times[2] += run_with_two_sources(schedules[2], texts, seconds, drafting, num_rows, **options)
+    to_the_limit = num_batches * (1 + is_refilled) * length * seconds(num_rows)
+    assert times[2] < share * min(times[:2]) + LOST * to_the_limit
+
+
+def test_auto_judges_each_source_by_its_drafts() -> None:
+    """Looked-up drafts that are wrong say nothing about the other source."""
+    step = NextStep([0], [20], [400], num_rows=1, offered=[0], matches=[0], num_others=4)
+    schedule = Auto(10)
+    for _ in range(2):
+        schedule.learn(PastStep(step, [0], [0], known=[0], right=[0], seconds=1.0))
+    before = schedule.plan_sources(step)
+    found = replace(step, offered=[10], matches=[4])
+    for _ in range(20):
+        schedule.learn(PastStep(found, [2], [0], known=[1], right=[0], seconds=1.0, is_looked_up=[True]))
+    (count,), is_looked_up = schedule.plan_sources(step)
+    assert count >= before[0][0] > 0 and is_looked_up == [False]

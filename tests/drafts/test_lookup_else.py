@@ -33,6 +33,7 @@ from torch_specops.drafts import (
     SuffixLookup,
 )
 from torch_specops.drafts import lookup_else as lookup_else_module
+from torch_specops.schedules import Auto, NextStep, PastStep
 
 
 def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
@@ -96,6 +97,33 @@ def recorded(source: DraftSource, drafts: dict[tuple[int, int], int]) -> DraftSo
     return source
 
 
+class ByTurns(Auto):
+    """Chooses the source of each row's drafts, in turns of seven steps."""
+
+    num_steps = 0
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        super().__init__(num_draft_tokens)
+        self.reports: list[PastStep] = []
+
+    def learn(self, step: PastStep) -> None:
+        self.reports.append(step)
+
+    def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
+        if step.offered is None or step.num_others is None:
+            # Nothing is looked up before the last token.
+            return [0] * len(step.texts), [False] * len(step.texts)
+        self.num_steps += 1
+        turn, num_rows = self.num_steps % 7, len(step.texts)
+        # Lookups alone, no drafts, the other source alone, and rows with either.
+        is_looked_up = [turn < 3 or (turn > 5 and row % 2 == 0) for row in range(num_rows)]
+        counts = [
+            0 if turn in (2, 3) else min(room, offered if first else step.num_others)
+            for room, offered, first in zip(step.rooms, step.offered, is_looked_up, strict=True)
+        ]
+        return counts, is_looked_up
+
+
 OTHERS: dict[str, Callable[[], DraftSource]] = {
     "model": lambda: ModelDraft(perturbed(shared_tiny("llama"))),
     "eagle 3": lambda: Eagle3(trained_head()),
@@ -104,8 +132,12 @@ OTHERS: dict[str, Callable[[], DraftSource]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("schedule", ["constant", "pauses", "pauses, as on CUDA"])
+@pytest.mark.parametrize(
+    ("schedule", "other"),
+    [(schedule, other) for schedule in ("constant", "pauses", "pauses, as on CUDA") for other in OTHERS]
+    # The hybrid keeps states, so it is asked in each step, and there is nothing to choose.
+    + [("by turns", other) for other in OTHERS if other != "hybrid"],
+)
 def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other source drafts what it drafts alone, after steps with looked-up drafts and steps without drafts."""
     if schedule.endswith("CUDA"):
@@ -114,10 +146,34 @@ def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypat
     decode(recorded(OTHERS[other](), alone), 1)
     found: dict[tuple[int, int], int] = {}
     draft = LookupElse(recorded(OTHERS[other](), found), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
-    output = decode(draft, 6, schedule=schedule if schedule == "constant" else Pauses())
+    schedules = {"constant": "constant", "by turns": ByTurns(6)}
+    output = decode(draft, 6, schedule=schedules.get(schedule, Pauses()))
     assert new_tokens(output) == expected_rows() and output.stats.num_accepted > 0
     both = {place: token for place, token in found.items() if place in alone}
     assert len(both) >= 4 and both == {place: alone[place] for place in both}
+
+
+def test_auto_hears_what_each_source_drafted() -> None:
+    schedule = ByTurns(6)
+    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
+    decode(draft, 6, schedule=schedule)
+    steps = [step for step in schedule.reports if step.is_looked_up is not None]
+    seen: set[tuple[bool, bool]] = set()
+    for step, before in zip(steps[1:], steps, strict=False):
+        offered, known, right = step.planned.offered, step.known, step.right
+        assert offered is not None and known is not None and right is not None and step.is_looked_up is not None
+        rows = list(zip(step.proposed, step.accepted, step.is_looked_up, offered, known, right, strict=True))
+        num_others = [proposed for proposed, _, is_looked_up, *_ in rows if not is_looked_up]
+        assert step.num_draft_tokens >= max(num_others, default=0)
+        assert (step.num_draft_tokens > 0) == any(num_others)
+        # The model reads later what it did not read in a step of lookups alone.
+        assert step.caught_up == (step.num_draft_tokens > 0 and before.num_draft_tokens == 0)
+        for proposed, accepted, is_looked_up, num_offered, num_known, num_right in rows:
+            assert num_right <= num_known <= min(num_offered, accepted + 1)
+            if is_looked_up and proposed > 0:
+                assert num_right == accepted
+            seen.add((is_looked_up, num_right > 0))
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
 
 
 def test_lookup_else_gives_the_text_of_its_seed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch_specops.schedules import Constant, NextStep, PastStep, Schedule
+from torch_specops.schedules import Auto, Constant, NextStep, PastStep, Schedule
 
 # For each position of a text: how many drafts are found there, the length of their match, and how many are right.
 Text = list[tuple[int, int, int]]
@@ -165,3 +165,81 @@ class Loop:
 def best_constant(texts: Sequence[Text], seconds: Seconds, num_rows: int | None = None, **options: Any) -> float:
     """The least time that a constant number of drafts takes, 0 among them."""
     return min(Loop(Constant(count), seconds, **options).run(texts, num_rows) for count in (0, 1, 2, 3, 5, 10))
+
+
+# For each position of a text: what a lookup finds, as in `Text`, and how many drafts of another source are right.
+DoubleText = list[tuple[int, int, int, int]]
+
+
+def a_double_text(
+    length: int, copied: float, chance: float, chance_of_others: float, found_elsewhere: float, seed: int
+) -> DoubleText:
+    """A text in which stretches of 30 tokens on average are copied with probability `copied`. There the lookup finds
+    drafts that are right with probability `chance`; elsewhere it sometimes finds drafts, of which few are right."""
+    rng = random.Random(seed)
+    found, num_copied, is_copied = [], 0, False
+    for position in range(length):
+        if rng.random() < 1 / 30:
+            is_copied = rng.random() < copied
+        num_copied = num_copied + 1 if is_copied else 0
+        num_found = 10 if is_copied or rng.random() < found_elsewhere else 0
+        each = chance if is_copied else 0.3
+        right = next((n for n in range(num_found) if rng.random() >= each), num_found)
+        right_of_others = next((n for n in range(4) if rng.random() >= chance_of_others), 4)
+        match = min(3 + num_copied, 20) if is_copied else 4
+        room = length - position - 1
+        found.append((num_found, match if num_found else 0, min(right, room), min(right_of_others, room)))
+    return found
+
+
+def run_with_two_sources(
+    schedule: Auto, texts: Sequence[DoubleText], seconds: Seconds, drafting: float, num_rows: int, *, is_refilled: bool
+) -> float:
+    """As `Loop.run`, with a lookup and another source, which needs `drafting` seconds for each draft of all rows."""
+    schedule = schedule.begin()
+    rows, waiting = list(enumerate(texts))[:num_rows], list(enumerate(texts))[num_rows:]
+    places, unread = dict.fromkeys(range(len(texts)), 0), set[int]()
+    clock, is_begin = 0.0, True
+    while rows:
+        numbers, cells = [number for number, _ in rows], [text[places[number]] for number, text in rows]
+        left = [len(text) - places[number] for number, text in rows]
+        step = NextStep(
+            numbers,
+            [own - 1 for own in left],
+            left,
+            num_rows,
+            is_refilled=is_refilled,
+            reads_prompts=is_begin,
+            offered=[min(found, own - 1) for (found, *_), own in zip(cells, left, strict=True)],
+            matches=[match for _, match, *_ in cells],
+            num_others=4,
+        )
+        counts, is_looked_up = schedule.plan_sources(step)
+        plans = list(zip(counts, is_looked_up, cells, strict=True))
+        num_others = max((count for count, first, _ in plans if not first), default=0)
+        accepted = [min(count, cell[2] if first else cell[3]) for count, first, cell in plans]
+        assert step.offered is not None
+        known = [min(offered, own + 1) for offered, own in zip(step.offered, accepted, strict=True)]
+        caught_up = num_others > 0 and not unread.isdisjoint(numbers)
+        unread = set() if num_others > 0 else unread | set(numbers)
+        times = seconds(len(rows) + (0 if is_begin else sum(counts))), drafting * (num_others + caught_up)
+        past = PastStep(
+            step,
+            proposed=counts,
+            accepted=accepted,
+            num_draft_tokens=num_others,
+            known=known,
+            right=[min(count, cell[2]) for count, cell in zip(known, cells, strict=True)],
+            seconds=None if is_begin else times[0],
+            draft_seconds=times[1],
+            caught_up=caught_up,
+            is_looked_up=is_looked_up,
+        )
+        schedule.learn(past)
+        clock, is_begin = clock + sum(times), False
+        for number, own in zip(numbers, accepted, strict=True):
+            places[number] += own + 1
+        rows = [(number, text) for number, text in rows if places[number] < len(text)]
+        while is_refilled and waiting and len(rows) < num_rows:
+            rows.append(waiting.pop(0))
+    return clock

@@ -264,6 +264,7 @@ class Batch:
         while True:
             planned = self._planner.plan(
                 self.rows,
+                self.state,
                 is_compiled=is_compiled,
                 is_refilled=self._is_refilled,
                 sees_drafts=sees_drafts,

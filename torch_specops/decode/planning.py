@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .. import checks
-from ..drafts import Draft, DraftSource
-from ..schedules import NextStep, PastStep, Schedule
+from ..drafts import Draft, DraftSource, LookupElse
+from ..schedules import Auto, NextStep, PastStep, Schedule
 from .rows import Row
+from .state import DecodeState
 
 
 @dataclass
@@ -25,7 +27,7 @@ class PlannedStep:
         is_masked: whether a row has a grammar.
         num_draft_tokens: the number of drafts per row, K.
         drafts: the draft tokens [B, K]; None = the schedule did not see them.
-        seconds, draft_seconds, caught_up: as in `PastStep`.
+        seconds, draft_seconds, caught_up, is_looked_up: as in `PastStep`.
     """
 
     rows: list[Row]
@@ -38,6 +40,7 @@ class PlannedStep:
     seconds: float | None = None
     draft_seconds: float = 0.0
     caught_up: bool = False
+    is_looked_up: list[bool] | None = None
 
 
 class Planner:
@@ -58,13 +61,23 @@ class Planner:
         self._draft = draft
         self._ready = ready
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
+        # The draft, if the schedule can choose between its two sources.
+        self._two_sources = draft if isinstance(draft, LookupElse) and isinstance(self._schedule, Auto) else None
 
     def plan(
-        self, rows: Sequence[Row], *, is_compiled: bool, is_refilled: bool, sees_drafts: bool, reads_prompts: bool
+        self,
+        rows: Sequence[Row],
+        state: DecodeState,
+        *,
+        is_compiled: bool,
+        is_refilled: bool,
+        sees_drafts: bool,
+        reads_prompts: bool,
     ) -> PlannedStep:
         """Plan the next step.
 
         Args:
+            state: the rows' tensors, from which drafts are looked up before the plan if there are two sources.
             is_compiled, is_refilled, reads_prompts: as in `NextStep`.
             sees_drafts: whether the host sees drafts before the target reads them, without waiting for a device.
         """
@@ -86,10 +99,34 @@ class Planner:
             # If compiled steps have only one K, the schedule has nothing to choose.
             asks_again=self._looks_up and sees_drafts and not (is_compiled and len(buckets) == 1),
         )
+        draft, most = self._two_sources, max(rooms, default=0)
+        if draft is not None and draft.can_choose and sees_drafts and most > 0 and not (is_compiled or is_masked):
+            return self._choose_sources(draft, PlannedStep(list(rows), active, asked, [], False, 0), state)
         counts = self._counts(asked)
-        wanted, needed = max(counts, default=0), max(rooms, default=0)
+        wanted, needed = max(counts, default=0), most
         num_draft_tokens = self._smallest_sufficient(wanted, needed, is_compiled=is_compiled, is_masked=is_masked)
         return PlannedStep(list(rows), active, asked, counts, is_masked, num_draft_tokens)
+
+    def _choose_sources(self, draft: LookupElse, step: PlannedStep, state: DecodeState) -> PlannedStep:
+        """Look up drafts, then plan the step and choose the source of each row's drafts."""
+        assert isinstance(self._schedule, Auto)
+        most = min(max(step.asked.rooms), max(self._schedule.buckets))
+        found = draft.look_up(state.tokens, state.lengths, most)
+        offered, matches = (found.tokens >= 0).cumprod(1).sum(1), found.matches
+        step.asked = replace(
+            step.asked,
+            offered=offered[step.active].tolist(),
+            matches=None if matches is None else matches[step.active].tolist(),
+            num_others=draft.num_other_tokens,
+        )
+        step.drafts = found.tokens.tolist()
+        step.counts, step.is_looked_up = self._schedule.plan_sources(step.asked)
+        step.num_draft_tokens = max(step.counts)
+        if step.num_draft_tokens > 0:
+            is_looked_up = torch.zeros(len(step.rows), 1, dtype=torch.bool)
+            is_looked_up[step.active, 0] = torch.tensor(step.is_looked_up)
+            draft.choose(torch.where(is_looked_up, found.tokens, -1), _num_others(step))
+        return step
 
     def _rooms(self, going: Sequence[Row]) -> list[int]:
         """The largest number of drafts that each of these unfinished rows can use. The last token before the limit
@@ -163,7 +200,9 @@ class Planner:
         self, step: PlannedStep, tokens: list[list[int]], num_accepted: list[int], num_proposed: list[int]
     ) -> None:
         """Tell the schedule the results of a step: each row's new tokens, and its accepted and proposed drafts."""
-        known = right = None
+        known, right, caught_up = None, None, step.caught_up
+        if self._two_sources is not None and step.is_looked_up is not None:
+            caught_up = step.num_draft_tokens > 0 and self._two_sources.caught_up
         if step.drafts is not None and step.asked.offered is not None:
             # Skip rows with a grammar, because the grammar may have changed their drafts.
             new = [tokens[index] if step.rows[index].grammar is None else [] for index in step.active]
@@ -177,11 +216,20 @@ class Planner:
                 step.asked,
                 proposed=[num_proposed[index] for index in step.active],
                 accepted=[num_accepted[index] for index in step.active],
-                num_draft_tokens=step.num_draft_tokens,
+                num_draft_tokens=_num_others(step),
                 known=known,
                 right=right,
                 seconds=step.seconds,
                 draft_seconds=step.draft_seconds,
-                caught_up=step.caught_up,
+                caught_up=caught_up,
+                is_looked_up=step.is_looked_up,
             )
         )
+
+
+def _num_others(step: PlannedStep) -> int:
+    """The largest number of drafts of a row, those of the first of two sources excluded."""
+    if step.is_looked_up is None:
+        return step.num_draft_tokens
+    pairs = zip(step.counts, step.is_looked_up, strict=True)
+    return max((count for count, is_looked_up in pairs if not is_looked_up), default=0)

@@ -25,7 +25,8 @@ ALL_READ = 2**62
 class LookupElse(SampledDraft):
     """Drafts each row by a lookup if at least `min_match` tokens match, and by another source otherwise.
 
-    The choice depends on the row's sequence alone, so the target's distribution is kept. Looked-up drafts are
+    The choice depends on the row's sequence alone, or with `schedule="auto"` in eager steps on a CPU also on earlier
+    steps, so the target's distribution is kept. Looked-up drafts are
     deterministic: beside rows whose drafts were sampled, `Draft.is_one_hot` marks them. With `verify="gumbel"` the
     output of a seed is the same as with any other draft.
 
@@ -59,7 +60,11 @@ class LookupElse(SampledDraft):
     # `propose` got.
     _num_read: Tensor
     _last_lengths: Tensor
-    _of_calls: ClassVar[Sequence[str]] = ("_last_lengths", "_most_drafts", "_num_read", "_target")
+    # What `look_up` found and `choose` kept for the next `propose`, and how many drafts `other` proposes then.
+    _chosen: tuple[Tensor, int] | None = None
+    # Whether `other` read tokens of earlier steps in the last `propose`.
+    caught_up = False
+    _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "_target")
 
     def __init__(
         self,
@@ -139,6 +144,7 @@ class LookupElse(SampledDraft):
         self.lookup.start(tokens, lengths, capacity, inputs)
         self.other.start(tokens, readable_lengths(self.other, tokens, lengths), capacity, inputs)
         self._num_read, self._last_lengths = torch.full_like(lengths, ALL_READ), torch.zeros_like(lengths)
+        self._chosen = None
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         self.lookup.restart(tokens, lengths, rows)
@@ -164,6 +170,10 @@ class LookupElse(SampledDraft):
         if isinstance(self.other, FeatureDraft):
             self.other.catch_up(tokens, ends, num_steps)
             return
+        if self.can_choose and is_eager_cpu(lengths):
+            # `propose` lets `other` read these tokens when it next asks it.
+            self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
+            return
         # The step before these steps may have verified K looked-up drafts, which `other` has not read.
         num_unread = num_steps + self._most_drafts - 1
         if is_eager_cpu(lengths):
@@ -176,8 +186,13 @@ class LookupElse(SampledDraft):
     ) -> Draft:
         """Up to K tokens [B, K], with the logits [B, K, V] and logsumexp [B, K] of their q, unless all drafts are
         deterministic or share the target's noise."""
-        look_up = self._look_up if self.lookup.on_host else self._piece(self._look_up, num_draft_tokens)
-        found = look_up(tokens, lengths, num_draft_tokens)
+        count, self.caught_up = min(num_draft_tokens, self.num_other_tokens), False
+        if self._chosen is None:
+            look_up = self._look_up if self.lookup.on_host else self._piece(self._look_up, num_draft_tokens)
+            found = look_up(tokens, lengths, num_draft_tokens)
+        else:
+            (found, count), self._chosen = self._chosen, None
+            found = found[:, :num_draft_tokens]
         is_found = found[:, :1] >= 0
         is_host = is_eager_cpu(lengths)
         is_eager = is_host and self._shape is None
@@ -186,15 +201,16 @@ class LookupElse(SampledDraft):
             num_read = torch.minimum(self._num_read, lengths - 2)
             # A row that has not grown has ended.
             has_ended, self._last_lengths = lengths == self._last_lengths, lengths.clone()
-            if is_eager and not self._keeps_states and bool((is_found.squeeze(1) | has_ended).all()):
+            is_unneeded = count == 0 or bool((is_found.squeeze(1) | has_ended).all())
+            if is_eager and not self._keeps_states and is_unneeded:
                 # Skip `other`: it reads these tokens when `propose` next asks it. Looked-up drafts need no logits.
                 self._num_read = num_read
                 return Draft(found)
             num_unread = int((lengths - 2 - num_read).max())
             self._num_read = torch.where(is_found.squeeze(1), lengths, ALL_READ)
-        if num_unread > 0 and not isinstance(self.other, FeatureDraft):
+        self.caught_up = num_unread > 0 and not isinstance(self.other, FeatureDraft)
+        if self.caught_up:
             self.other.catch_up(tokens, readable_lengths(self.other, tokens, lengths), num_unread)
-        count = min(num_draft_tokens, self.num_other_tokens)
         compiles_other = not (self.other.compiles_itself or proposes_on_host(self.other))
         ask = self._piece(self._ask_other, count) if compiles_other else self._ask_other
         drawn = ask(tokens, lengths, count, sampling, seeds)
@@ -203,12 +219,26 @@ class LookupElse(SampledDraft):
         return self._piece(self._mixed, found.shape[1])(found, drawn)
 
     @property
+    def can_choose(self) -> bool:
+        """Whether `choose` may choose the source of a row's drafts, rather than the length of its match."""
+        return self._shape is None and not (self.looks_up or self._keeps_states)
+
+    def look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Draft:
+        """The drafts of the lookup."""
+        return self.lookup.propose(tokens, lengths, num_draft_tokens)
+
+    def choose(self, found: Tensor, num_other_tokens: int) -> None:
+        """Choose the drafts of the next `propose`: `found` [B, K], and where this is -1, `num_other_tokens` drafts of
+        `other`."""
+        self._chosen = found, num_other_tokens
+
+    @property
     def _keeps_states(self) -> bool:
         return _keeps_states(self.other)
 
     def _look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """The looked-up drafts [B, K]; -1 where there are none."""
-        return self.lookup.propose(tokens, lengths, num_draft_tokens).tokens
+        return self.look_up(tokens, lengths, num_draft_tokens).tokens
 
     def _ask_other(
         self, tokens: Tensor, lengths: Tensor, count: int, sampling: SamplingTensors, seeds: Tensor

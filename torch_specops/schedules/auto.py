@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from .costs import DRAFT_COST, StepCosts
 # Drafts may lose a limited time in a batch, measured in steps: LOST_SHARE of all steps of the batch, but at most LOAN +
 # LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
+# If there are two sources, steps with drafts of the second may lose this share of it, in addition.
+SHARE_OF_SECOND = 0.5
 # Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
 # The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose the reserve too.
@@ -44,6 +46,11 @@ class Auto(Schedule):
     `StepCosts` learns the cost of drafts. The schedule also learns from earlier drafts the probability that a draft is
     right: for looked-up drafts by match length and place in the step, for other drafts by sequence. New tokens show
     whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
+
+    From two sources (`LookupElse`) an eager step on a CPU gets looked-up drafts alone, or for each row the drafts of
+    the source from which more are expected to be right: the plan with the larger gain per time. Both
+    kinds may lose time separately, so bad drafts of one source do not stop the other: lookups the time below, and the
+    other source half as much.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
     step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
@@ -86,69 +93,106 @@ class Auto(Schedule):
         self._matches = [_Share() for _ in PRIORS]
         self._chance_after = PRIORS.copy()
         self._others = _Share(CHANCE_OF_OTHERS * WEIGHT_OF_OTHERS, WEIGHT_OF_OTHERS)
-        self._reserve = _Reserve()
+        # Of two sources, the second reserve is for steps with drafts of the second source.
+        self._reserves = _Reserve(), _Reserve()
         self.reset()
 
     def reset(self) -> None:
-        self._reserve.num_steps = min(self._reserve.num_steps, LARGEST_RESERVE + MOST_SAVED)
-        # `_account` is the time that drafts have gained so far, in units of a step without drafts. `_elapsed` is the
-        # number of steps. `_reserved` is the reserve when the batch began.
-        self._account, self._elapsed, self._reserved = 0.0, 0, self._reserve.num_steps
-        self._num_undrafted, self._try_after = 0, TRY_AFTER
+        self._purses = tuple(map(_Purse, self._reserves))
+        self._elapsed = self._num_undrafted = 0
+        self._try_after = TRY_AFTER
         # A step with drafts that ran before costs were known, and the cost that was assumed for it.
         self._unjudged: tuple[PastStep, float] | None = None
         # The sequences of the last plan, if it found that their drafts do not pay.
         self._declined: list[int] | None = None
-        self._sequences: dict[int, _Share] = {}
+        # By sequence, for looked-up drafts and for others.
+        self._sequences: dict[int, tuple[_Share, _Share]] = {}
         for costs in self._costs.values():
             costs.begin()
 
     def plan(self, step: NextStep) -> list[int]:
-        counts = self._counts(step)
-        if not step.asks_again or step.offered is not None or not any(counts):
-            self._num_undrafted = 0 if any(counts) else self._num_undrafted + 1
-        return counts
+        return self.plan_sources(step)[0]
 
-    def _counts(self, step: NextStep) -> list[int]:
-        costs, nothing = self._costs_of(step), [0] * len(step.texts)
-        rooms = step.at_most(self.buckets[-1])
+    def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
+        """As `plan`, and if there are two sources, whether each sequence gets the drafts of the first."""
+        counts, is_first = self._planned(step)
+        if not step.asks_again or step.offered is not None or not any(counts):
+            is_drafted = any(count > 0 and not first for count, first in zip(counts, is_first, strict=True))
+            self._num_undrafted = 0 if is_drafted else self._num_undrafted + 1
+        return counts, is_first
+
+    def _planned(self, step: NextStep) -> tuple[list[int], list[bool]]:
+        costs, nothing, none = self._costs_of(step), [0] * len(step.texts), [False] * len(step.texts)
+        rooms, has_two = step.at_most(self.buckets[-1]), step.num_others is not None
         steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        # `purse`: how much time drafts may cost in this step; the unit is one step without drafts. `_reserved` is
-        # negative if an earlier batch ended before its limit and had lost more than its share. This batch pays it back.
-        purse = self._account + max(allowance + min(self._reserved, 0.0), self._reserved)
-        if not any(rooms) or purse <= 0:
-            return nothing
+        purses = [purse.most(allowance) for purse in self._purses[:1]]
+        if has_two:
+            purses.append(self._purses[1].most(SHARE_OF_SECOND * allowance))
+        if not any(rooms) or max(purses) <= 0:
+            return nothing, none
         if step.asks_again and step.offered is None:
-            return rooms
+            return rooms, none
         # The first step may have drafts although costs are unknown, because the draft has just read the prompts and
         # need not catch up.
-        is_first = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
-        if not costs.are_known and not is_first:
-            return nothing
+        is_begin = self._elapsed == 0 and self._num_undrafted == 0 and not (step.is_compiled or step.looks_up)
+        if not costs.are_known and not is_begin:
+            return nothing, none
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
         # Plan no drafts before the next try is due: steps without drafts teach nothing about the drafts of a model.
-        if is_declined and not step.asks_again and not is_due:
-            return nothing
-        self._sequences = {text: self._sequences.get(text) or _Share() for text in step.texts}
-        reached = self._chances(step, rooms)
-        counts = self._best(step, costs, reached, purse)
+        if is_declined and step.offered is None and not is_due:
+            return nothing, none
+        self._sequences = {text: self._sequences.get(text) or (_Share(), _Share()) for text in step.texts}
+        reached = self._chances_of_lookups(step) if step.asks_again else self._chances(step)
+        if has_two:
+            counts, is_first = self._better(step, costs, reached, *purses)
+        else:
+            counts, is_first = self._best(step, costs, reached, *purses).counts, none
         if any(counts):
             self._try_after = TRY_AFTER
         elif is_declined and is_due and (costs.are_few or not step.asks_again):
-            counts = self._best(step, costs, reached, purse, is_trial=True)
+            counts = self._best(step, costs, reached, purses[-1], is_trial=True).counts
             self._try_after = min(2 * self._try_after, TRY_AFTER_AT_MOST)
+            is_first = none
         self._declined = None if any(counts) else list(step.texts)
-        return counts
+        return counts, is_first
+
+    def _better(
+        self, step: NextStep, costs: StepCosts, others: list[list[float]], purse: float, purse_of_others: float
+    ) -> tuple[list[int], list[bool]]:
+        """The better of two plans: looked-up drafts alone; or for each row the drafts of the source from which more are
+        expected to be right."""
+        looked_up = self._chances_of_lookups(step)
+        first = self._best(replace(step, looks_up=True), costs, looked_up, purse, later=others)
+        is_first = [sum(chances) >= sum(other) for chances, other in zip(looked_up, others, strict=True)]
+        if not all(is_first):
+            sources = list(zip(looked_up, others, is_first, strict=True))
+            reached = [chances if is_looked_up else other for chances, other, is_looked_up in sources]
+            mixed = self._best(step, costs, reached, purse_of_others, later=others)
+            if mixed.rate > first.rate:
+                return mixed.counts, is_first
+        return first.counts, list(map(bool, first.counts))
 
     def _best(
-        self, step: NextStep, costs: StepCosts, reached: list[list[float]], purse: float, is_trial: bool = False
-    ) -> list[int]:
+        self,
+        step: NextStep,
+        costs: StepCosts,
+        reached: list[list[float]],
+        purse: float,
+        *,
+        later: list[list[float]] | None = None,
+        is_trial: bool = False,
+    ) -> _Best:
         """The numbers of drafts with the largest expected gain whose risk fits into the purse. All numbers are 0 if no
-        choice gains, except in a trial."""
+        choice gains, except in a trial.
+
+        Args:
+            reached: the probability that each draft of this step is accepted.
+            later: the same for the steps after it; None = `reached`.
+        """
         num_texts, buckets, left = len(reached), self.buckets, max(step.left)
         plain, base, per_token = _without_drafts(step, costs)
-        shares, saved = self._savings(step, reached, base, per_token)
+        shares, saved = self._savings(step, reached if later is None else later, base, per_token)
         luck = _Luck(shares, 0 if step.is_refilled else left)
         levels = [level for level in buckets if level > 0] if step.is_compiled else list(range(1, buckets[-1] + 1))
         if is_trial or not costs.are_known:
@@ -177,7 +221,7 @@ class Auto(Schedule):
             offers, before = offers + more, level
             read = plain * (1 + level) if step.is_compiled else plain + (0 if step.reads_prompts else len(offers))
             # Looked-up drafts are already proposed here, so proposing costs nothing more.
-            num_proposed = 0 if step.looks_up else level
+            num_proposed = 0 if step.looks_up else min(level, step.num_others or level)
             extra = costs.extra(plain, read, num_proposed) + catching_up / left
             gain = worth - base * luck.loss - extra
             if step.is_refilled and num_texts > 1:
@@ -187,24 +231,26 @@ class Auto(Schedule):
                 gain /= base + extra
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
-                choices.append(_Choice(gain, risk, level, len(offers)))
+                choices.append(_Choice(gain, risk, level, len(offers), extra))
             # The gain rises, then falls, so stop at the first fall. The measured times of captured steps may jump, so
             # try all levels of compiled steps.
             if choices and gain < choices[-1].gain and not step.is_compiled:
                 break
         if not choices:
-            return [0] * num_texts
+            return _Best(0.0, [0] * num_texts)
         # Prefer choices that use at most half of the purse, so that drafting can continue if all drafts of this step
         # are wrong.
         safe = [choice for choice in choices if 2 * choice.risk <= purse]
-        *_, level, total = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
+        best = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
+        level, total = best.level, best.num_offers
+        rate = best.gain if step.is_refilled and num_texts > 1 else best.gain / (base + best.extra)
         if step.is_compiled:
-            return step.at_most(level)
+            return _Best(rate, step.at_most(level))
         chosen = offers[:total] if total <= room else sorted(offers[:total], reverse=True)[:room]
         counts = [0] * num_texts
         for _, _, index in chosen:
             counts[index] += 1
-        return counts
+        return _Best(rate, counts)
 
     def learn(self, step: PastStep) -> None:
         planned, count = step.planned, step.num_draft_tokens
@@ -218,22 +264,27 @@ class Auto(Schedule):
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         self._elapsed += 1
-        if self._reserve.num_steps < LARGEST_RESERVE:
-            self._reserve.num_steps += LOST_SHARE
+        for reserve in self._reserves:
+            if reserve.num_steps < LARGEST_RESERVE:
+                reserve.num_steps += LOST_SHARE
         cost = self._cost(step, costs)
+        purse = self._purses[step.is_looked_up is not None and count > 0]
         if count > 0 and not costs.are_known:
             self._unjudged = step, cost
         elif self._unjudged is not None and costs.are_known:
             first, assumed = self._unjudged
-            self._gain(assumed - self._cost(first, costs))
+            purse.gain(assumed - self._cost(first, costs))
             self._unjudged = None
-        self._gain(self._saved(planned, step.accepted, costs) - cost)
+        purse.gain(self._saved(planned, step.accepted, costs) - cost)
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)
-            return
-        for text, proposed, accepted in zip(planned.texts, step.proposed, step.accepted, strict=True):
-            for share in (self._others, self._sequences.get(text)):
-                if proposed > 0 and share is not None:
+            if step.is_looked_up is None:
+                return
+        is_looked_up = step.is_looked_up or repeat(False)
+        rows = zip(planned.texts, step.proposed, step.accepted, is_looked_up, strict=False)
+        for text, proposed, accepted, is_known in rows:
+            for share in (self._others, self._sequences.get(text, (None, None))[1]):
+                if proposed > 0 and not is_known and share is not None:
                     share.add(accepted, accepted + (accepted < proposed), MEMORY_OF_OTHERS)
 
     def _cost(self, step: PastStep, costs: StepCosts) -> float:
@@ -248,10 +299,6 @@ class Auto(Schedule):
         plain = _num_read(step.planned)
         return plain, plain + (plain * step.num_draft_tokens if step.planned.is_compiled else sum(step.proposed))
 
-    def _gain(self, gain: float) -> None:
-        self._account = min(self._account + gain, MOST_SAVED)
-        self._reserve.num_steps += gain
-
     def _saved(self, step: NextStep, accepted: Sequence[int], costs: StepCosts) -> float:
         """The time that a step's accepted drafts saved, in units of a step without drafts."""
         plain, base, per_token = _without_drafts(step, costs)
@@ -264,7 +311,7 @@ class Auto(Schedule):
         """Learn from the looked-up drafts of a step, up to the first wrong draft."""
         matches = step.matches or [0] * len(known)
         for text, match, num_known, num_right in zip(step.texts, matches, known, right, strict=True):
-            sequence = self._sequences.get(text)
+            sequence, _ = self._sequences.get(text, (None, None))
             for place in range(min(num_right + 1, num_known)):
                 length, is_right = min(max(match, 0) + place, LONGEST), place < num_right
                 if sequence is not None:
@@ -273,14 +320,20 @@ class Auto(Schedule):
                 share.add(is_right, 1.0, MEMORY)
                 self._chance_after[length] = (share.right + WEIGHT * PRIORS[length]) / (share.expected + WEIGHT)
 
-    def _chances(self, step: NextStep, rooms: Sequence[int]) -> list[list[float]]:
+    def _chances(self, step: NextStep) -> list[list[float]]:
         """For each sequence and draft, the probability that this draft and all drafts before it are right."""
+        most = self.buckets[-1] if step.num_others is None else min(step.num_others, self.buckets[-1])
         reached, pooled = [], self._others.right / self._others.expected
-        for index, (room, sequence) in enumerate(zip(rooms, self._sequences.values(), strict=True)):
-            if not step.asks_again:
-                chance = (sequence.right + PATIENCE_OF_OTHERS * pooled) / (sequence.expected + PATIENCE_OF_OTHERS)
-                reached.append([chance**place for place in range(1, room + 1)])
-                continue
+        for room, (_, sequence) in zip(step.rooms, self._sequences.values(), strict=True):
+            chance = (sequence.right + PATIENCE_OF_OTHERS * pooled) / (sequence.expected + PATIENCE_OF_OTHERS)
+            reached.append([chance**place for place in range(1, min(room, most) + 1)])
+        return reached
+
+    def _chances_of_lookups(self, step: NextStep) -> list[list[float]]:
+        """As `_chances`, for looked-up drafts."""
+        offered, reached = step.offered or step.rooms, []
+        rooms = [min(room, count, self.buckets[-1]) for room, count in zip(step.rooms, offered, strict=True)]
+        for index, (room, (sequence, _)) in enumerate(zip(rooms, self._sequences.values(), strict=True)):
             match = 0 if step.matches is None else min(max(step.matches[index], 0), LONGEST)
             odds = (sequence.right + CAUTION * PATIENCE) / (sequence.expected + PATIENCE)
             product, products = 1.0, []
@@ -351,18 +404,51 @@ class _Reserve:
     num_steps: float = FIRST_RESERVE
 
 
+class _Purse:
+    """How much time drafts of a batch may lose.
+
+    Args:
+        reserve: the time that earlier batches did not lose.
+    """
+
+    def __init__(self, reserve: _Reserve) -> None:
+        reserve.num_steps = min(reserve.num_steps, LARGEST_RESERVE + MOST_SAVED)
+        self._reserve, self._first = reserve, reserve.num_steps
+        # The time that drafts have gained so far, in units of a step without drafts.
+        self._gained = 0.0
+
+    def most(self, allowance: float) -> float:
+        """How much time drafts may cost in the next step, if all drafts of the batch may lose `allowance`."""
+        # The reserve is negative if an earlier batch ended before its limit and had lost more than its share. This
+        # batch pays it back.
+        return self._gained + max(allowance + min(self._first, 0.0), self._first)
+
+    def gain(self, gain: float) -> None:
+        self._gained = min(self._gained + gain, MOST_SAVED)
+        self._reserve.num_steps += gain
+
+
 class _Choice(NamedTuple):
     """A candidate plan: verify the first `num_offers` of the drafts on offer, at most `level` per row.
 
     Args:
         gain: the expected gain, in steps; with several rows of a refilled batch, divided by the time of the step.
         risk: the loss if all drafts are wrong.
+        extra: the additional cost of the step, in steps.
     """
 
     gain: float
     risk: float
     level: int
     num_offers: int
+    extra: float
+
+
+class _Best(NamedTuple):
+    """A plan: the numbers of drafts, and the expected gain divided by the time of the step."""
+
+    rate: float
+    counts: list[int]
 
 
 class _Luck:

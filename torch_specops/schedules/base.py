@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import repeat
 
 # Each value of K needs a compiled graph, so there are few values. The values are dense where one more draft matters
 # most.
@@ -28,6 +29,8 @@ class NextStep:
         reads_prompts: whether the target also reads the prompts in this step. A step that reads prompts is not timed.
         offered: the number of drafts found for each sequence; None = not known yet.
         matches: the match length of each sequence's drafts (`Draft.matches`); None = not known.
+        num_others: the largest number of drafts that a second source can propose for a sequence instead of those
+            offered (`LookupElse`); None = there is no second source.
     """
 
     texts: Sequence[int]
@@ -41,11 +44,12 @@ class NextStep:
     reads_prompts: bool = False
     offered: Sequence[int] | None = None
     matches: Sequence[int] | None = None
+    num_others: int | None = None
 
     def at_most(self, count: int) -> list[int]:
         """`count` drafts for each sequence, limited by its room and by the drafts offered."""
-        limits = self.rooms if self.offered is None else map(min, self.rooms, self.offered)
-        return [min(count, limit) for limit in limits]
+        offered = repeat(count) if self.offered is None else (max(each, self.num_others or 0) for each in self.offered)
+        return [min(count, *limits) for limits in zip(self.rooms, offered, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class PastStep:
 
     Args:
         planned: the argument of the last call of `plan` for this step.
-        num_draft_tokens: the largest number of drafts proposed for a row.
+        num_draft_tokens: the largest number of drafts proposed for a row; of two sources, by the second.
         proposed: the number of verified drafts of each sequence; empty = a compiled step was only timed, and no
             sequence took part.
         accepted: the number of accepted drafts of each sequence.
@@ -64,6 +68,7 @@ class PastStep:
         seconds: the time in which the target read and verified the drafts; None = not measured.
         draft_seconds: the time of proposing, if `seconds` does not include it.
         caught_up: whether the draft also read the tokens of earlier steps without drafts, in one more forward.
+        is_looked_up: whether the drafts of each sequence were looked up, if there are two sources; otherwise None.
     """
 
     planned: NextStep
@@ -75,6 +80,7 @@ class PastStep:
     seconds: float | None = None
     draft_seconds: float = 0.0
     caught_up: bool = False
+    is_looked_up: Sequence[bool] | None = None
 
 
 class Schedule(ABC):
