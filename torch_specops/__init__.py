@@ -28,7 +28,7 @@ from .ops import *  # noqa: F403
 from .ops.uniforms import uniforms
 from .sampling import SamplingParams, raw_logprobs
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "Completion",
     "GenerationOutput",
