@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import openai_forms as forms
+import torch
 import typer
 from aiohttp import web
 from jinja2 import TemplateError
@@ -180,7 +181,9 @@ def main(
     logprobs: Annotated[bool, typer.Option(help="Take requests for logprobs. Every step then takes longer.")] = False,
 ):
     """Serve OpenAI's chat completions and completions on 127.0.0.1."""
-    load = partial(AutoModelForCausalLM.from_pretrained, device_map="auto")
+    # A target spread over several devices is refused.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    load = partial(AutoModelForCausalLM.from_pretrained, device_map=device)
     model, tokenizer = load(target), AutoTokenizer.from_pretrained(target)
     source = PromptLookup() if draft == "prompt-lookup" else None if draft == "none" else load(draft)
     decoder, settings = SpeculativeDecoder(model, source, num_draft_tokens=4), {"max_length": max_length}
