@@ -4,6 +4,7 @@
     python benchmarks/bench_drafts.py trained --threads 2 [--batch 8] [--compile] [--out FILE.json]
     python benchmarks/bench_drafts.py verify --threads 2 [--target smollm2-135m-instruct] [--out FILE.json]
     python benchmarks/bench_drafts.py else --threads 2 [--target smollm2-135m-instruct] [--batch 8] [--out FILE.json]
+    python benchmarks/bench_drafts.py else --threads 2 --schedule auto [--batch 8] [--out FILE.json]
 
 lookup    drafts that are looked up in the text, greedy. The prompts are those of `torch-specops bench` and four more.
           "suffix lookup, memory" has the outputs of all prompts before; a round begins with an empty memory
@@ -14,7 +15,8 @@ verify    a model draft verified by "exact", "block" and "gumbel", at temperatur
           exact verification and the coupling have by their formulas, over the new tokens of the texts
 else      a lookup (K = 10), other drafts (K = 4), and `LookupElse` of both, at temperatures 0 and 1: of the byte-level
           target the draft model and the EAGLE-3 head, of another target an int8 copy. The prompts are code to edit, a
-          story to begin, and a passage to write again; a batch has one of them several times
+          story to begin, and a passage to write again; a batch has one of them several times. `--schedule auto`
+          verifies by "gumbel", so that all drafts make the same texts
 
 The drafts take turns. The first round compiles and warms up; times are medians of the others. Tokens per step are those
 of a row, over all steps; `by_prompt` and `seconds_by_prompt` are those of every call.
@@ -118,7 +120,8 @@ def lookup_else(options: argparse.Namespace, device: torch.device) -> Subject:
     for name, other in others.items():
         drafts[f"lookup else {name}"] = lambda other=other: LookupElse(other(), min_match=longest, num_other_tokens=4)
     counts = {name: 4 if name in others else 10 for name in drafts}
-    return Subject(models.target, drafts, prompts, (0.0, 1.0), counts)
+    modes = ("gumbel" if options.schedule == "auto" else None,)
+    return Subject(models.target, drafts, prompts, (0.0, 1.0), counts, modes)
 
 
 @torch.no_grad()
@@ -147,6 +150,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--batch", type=int, default=1, help="prompts of trained and else that are decoded together")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", help="default: 10 for lookup, 2 4 6 for trained")
+    parser.add_argument("--schedule", choices=["constant", "auto"], default="constant")
     parser.add_argument("--compile", action="store_true", help="compiled steps in place of eager ones")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -163,7 +167,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     ways = [(name, count, mode) for name, count in pairs for mode in subject.modes]
     for name, count, mode in [("no draft", 0, None), *ways]:
         draft = subject.drafts[name]() if count else None
-        how = {"num_draft_tokens": max(count, 1), "schedule": "constant"}
+        how = {"num_draft_tokens": max(count, 1), "schedule": options.schedule}
         how |= {"compile": options.compile, "max_length": max_length}
         decoders[name, count, mode] = SpeculativeDecoder(subject.target.model, draft, verify=mode, **how)
     # Of every round, the statistics for each batch of prompts.
