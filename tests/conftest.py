@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # and Dynamo asks it to after every graph.
 gc.set_threshold(100_000)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
+    # Triton reads it when it is imported, which the conftest.py of a folder named on the command line may do.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 NOT_REHEARSED = "not rehearsed"
 MEASURED = "measured"
@@ -29,8 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "dist", "no") != "no":
         return
     if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
-        # Triton reads it when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
         import cuda_stand_in
 
         cuda_stand_in.install()

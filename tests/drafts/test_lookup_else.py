@@ -270,8 +270,10 @@ def test_lookup_else_names_wrong_arguments() -> None:
     assert LookupElse(at_most_three).num_other_tokens == 3
 
 
-def test_padding_keeps_the_bounds_of_drafts() -> None:
+@pytest.mark.parametrize("width", [4, 1])
+def test_padded_or_cut_drafts_keep_their_bounds(width: int) -> None:
     drawn = Draft(torch.ones(3, 2, dtype=torch.int64), torch.randn(3, 2, V), torch.randn(3, 2, 3))
-    mixed = over_a_close_model()._mixed(torch.tensor([[1, 2, 3, -1], [-1] * 4, [-1] * 4]), drawn)
-    assert mixed.lse is not None and drawn.lse is not None
-    assert mixed.lse.shape == (3, 4, 3) and torch.equal(mixed.lse[:, :2], drawn.lse)
+    mixed = over_a_close_model()._mixed(torch.tensor([[1, 2, 3, -1], [-1] * 4, [-1] * 4])[:, :width], drawn)
+    for part, same, size in ((mixed.logits, drawn.logits, V), (mixed.lse, drawn.lse, 3)):
+        assert part is not None and same is not None
+        assert part.shape == (3, width, size) and torch.equal(part[:, :2], same[:, :width])

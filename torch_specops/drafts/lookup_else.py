@@ -246,14 +246,14 @@ class LookupElse(SampledDraft):
         return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
 
     def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
-        """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded to K."""
+        """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded or cut to K."""
         is_found, more = found[:, 0] >= 0, found.shape[1] - drawn.tokens.shape[1]
         mixed = torch.where(is_found.unsqueeze(1), found, pad(drawn.tokens, (0, more), value=-1))
         if drawn.logits is None:
             return Draft(mixed)
         logits, lse = drawn.logits, drawn.lse
-        # `pad` also copies if there is nothing to pad.
-        if more > 0:
+        # `pad` also copies if there is nothing to pad. A user's lookup may propose fewer drafts than `other`.
+        if more != 0:
             logits = pad(logits, (0, 0, 0, more))
             if lse is not None:
                 lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
