@@ -148,12 +148,14 @@ class Auto(Schedule):
             counts, is_first = self._better(step, costs, reached, *purses)
         else:
             counts, is_first = self._best(step, costs, reached, *purses).counts, none
-        if any(counts):
+        is_tried = any(count > 0 and not first for count, first in zip(counts, is_first, strict=True))
+        if is_tried:
             self._try_after = TRY_AFTER
-        elif is_declined and is_due and (costs.are_few or not step.asks_again):
-            counts = self._best(step, costs, reached, purses[-1], is_trial=True).counts
+        elif is_due and (is_declined or any(counts)) and (costs.are_few or not step.asks_again):
+            # Of two sources try the second, in rows without looked-up drafts.
+            tried = self._best(step, costs, reached, purses[-1], is_trial=True).counts
+            is_first, counts = list(map(bool, counts)), list(map(max, counts, tried))
             self._try_after = min(2 * self._try_after, TRY_AFTER_AT_MOST)
-            is_first = none
         self._declined = None if any(counts) else list(step.texts)
         return counts, is_first
 
