@@ -157,6 +157,22 @@ def test_a_schedule_with_another_plan_plans_both_sources() -> None:
     assert decode("lookup else", 3, schedule=Nothing(3), compile=False).stats.num_proposed == 0
 
 
+def test_the_time_of_steps_includes_lookups_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = 0
+
+    class Slow(PromptLookup):
+        def propose(self, *arguments: Any) -> Draft:
+            nonlocal num_calls
+            num_calls += 1
+            return super().propose(*arguments)
+
+    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Slow(min_ngram=1))
+    # Each lookup takes a second, and nothing else takes time.
+    clock = SimpleNamespace(perf_counter=lambda: float(num_calls))
+    monkeypatch.setattr("torch_specops.decode.batch.time", clock)
+    assert decode(draft, 3, schedule=ByTurns(3), compile=False).stats.seconds == num_calls > 5
+
+
 def test_lookup_else_gives_the_text_of_its_seed() -> None:
     """In any batch with "exact", and with any draft with "gumbel"."""
     prompts, mask = padded([[*prompt, 5, 6, 5, 6] for prompt in PROMPTS], "left")

@@ -47,10 +47,10 @@ class Auto(Schedule):
     right: for looked-up drafts by match length and place in the step, for other drafts by sequence. New tokens show
     whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
 
-    With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of the
-    source from which more are expected to be right. The schedule takes the plan with the larger gain per time. The two
-    sources may lose time separately, so bad drafts of one do not stop the other: lookups may lose the time below, and
-    the other source half as much. The other source is tried beside looked-up drafts too. A subclass that overrides
+    With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
+    the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. The
+    two sources may lose time separately, so bad drafts of one do not stop the other: lookups may lose the time below,
+    and the other source half as much. The other source is tried beside looked-up drafts too. A subclass that overrides
     `plan` plans the two sources as one.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
