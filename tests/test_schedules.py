@@ -465,6 +465,17 @@ def test_auto_with_two_sources(
     assert times[2] < share * min(times[:2]) + LOST * to_the_limit
 
 
+def test_auto_tries_the_second_source_beside_lookups() -> None:
+    """Lookups that pay in each step do not keep the other source, which was mostly wrong in an earlier batch, from
+    being tried."""
+    schedule = Auto(10)
+    for batch, chance in enumerate((0.05, 0.95)):
+        texts = [a_double_text(300, 0.5, 0.7, chance, 0.7, 100 * batch + row) for row in range(16)]
+        seconds = run_with_two_sources(schedule, texts, flat, 0.1, 8, is_refilled=True)
+    looked_up = [[cell[:3] for cell in text] for text in texts]
+    assert seconds < 0.8 * Loop(Auto(10), flat, is_refilled=True).run(looked_up, 8)
+
+
 def test_auto_judges_each_source_by_its_drafts() -> None:
     """Looked-up drafts that are wrong say nothing about the other source."""
     step = NextStep([0], [20], [400], num_rows=1, offered=[0], matches=[0], num_others=4)

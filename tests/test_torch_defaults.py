@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_grammars import Allowing, by_turns
-from tiny_loops import DRAFTS, GREEDY
+from tiny_loops import DRAFTS, GREEDY, ByTurns
 from tiny_models import PROMPTS, padded, shared_tiny
 
 import torch_specops
@@ -16,6 +16,7 @@ from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.beam import beam_search
 from torch_specops.drafts import SuffixLookup
 from torch_specops.hf import custom_generate
+from torch_specops.schedules import Schedule
 from torch_specops.testing import markov_pair
 
 EVERYTHING = SamplingParams(
@@ -55,8 +56,9 @@ def ops(vocab_size: int) -> Callable[[], Any]:
     return call
 
 
-def rows(draft: str) -> Callable[[], Any]:
-    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), num_draft_tokens=3, compile=False)
+def rows(draft: str, schedule: Schedule | None = None) -> Callable[[], Any]:
+    options: dict[str, Any] = {"num_draft_tokens": 3, "schedule": schedule, "compile": False}
+    decoder = SpeculativeDecoder(shared_tiny("llama"), DRAFTS[draft]("llama"), **options)
 
     def call() -> Any:
         found = []
@@ -107,6 +109,7 @@ WAYS: dict[str, Callable[[], Callable[[], Any]]] = {
         for draft in DRAFTS
         if draft not in ("itself", "stranger", "n-gram", "over a model")
     },
+    "two sources": lambda: rows("lookup else", ByTurns(3)),
     "requests": requests,
     "transformers": lambda: of_transformers,
     "beams": lambda: beams,

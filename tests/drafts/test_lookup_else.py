@@ -16,7 +16,7 @@ from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_laws import TABLES, TARGET, V, first_tokens, p_values, pair_laws
-from tiny_loops import DRAFTS, Pauses, decode, expected_rows, new_tokens
+from tiny_loops import DRAFTS, ByTurns, Pauses, decode, expected_rows, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, shared_tiny
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from torch_specops.drafts import (
     SuffixLookup,
 )
 from torch_specops.drafts import lookup_else as lookup_else_module
-from torch_specops.schedules import Auto, NextStep, PastStep
+from torch_specops.schedules import Auto, NextStep
 
 
 def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
@@ -97,33 +97,6 @@ def recorded(source: DraftSource, drafts: dict[tuple[int, int], int]) -> DraftSo
     return source
 
 
-class ByTurns(Auto):
-    """Chooses the source of each row's drafts, in turns of seven steps."""
-
-    num_steps = 0
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        super().__init__(num_draft_tokens)
-        self.reports: list[PastStep] = []
-
-    def learn(self, step: PastStep) -> None:
-        self.reports.append(step)
-
-    def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
-        if step.offered is None or step.num_others is None:
-            # Nothing is looked up before the last token.
-            return [0] * len(step.texts), [False] * len(step.texts)
-        self.num_steps += 1
-        turn, num_rows = self.num_steps % 7, len(step.texts)
-        # Lookups alone, no drafts, the other source alone, and rows with either.
-        is_looked_up = [turn < 3 or (turn > 5 and row % 2 == 0) for row in range(num_rows)]
-        counts = [
-            0 if turn in (2, 3) else min(room, offered if first else step.num_others)
-            for room, offered, first in zip(step.rooms, step.offered, is_looked_up, strict=True)
-        ]
-        return counts, is_looked_up
-
-
 OTHERS: dict[str, Callable[[], DraftSource]] = {
     "model": lambda: ModelDraft(perturbed(shared_tiny("llama"))),
     "eagle 3": lambda: Eagle3(trained_head()),
@@ -174,6 +147,30 @@ def test_auto_hears_what_each_source_drafted() -> None:
                 assert num_right == accepted
             seen.add((is_looked_up, num_right > 0))
     assert seen == {(True, True), (True, False), (False, True), (False, False)}
+
+
+def test_a_schedule_with_another_plan_plans_both_sources() -> None:
+    class Nothing(Auto):
+        def plan(self, step: NextStep) -> list[int]:
+            return [0] * len(step.texts)
+
+    assert decode("lookup else", 3, schedule=Nothing(3), compile=False).stats.num_proposed == 0
+
+
+def test_the_time_of_steps_includes_lookups_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = 0
+
+    class Slow(PromptLookup):
+        def propose(self, *arguments: Any) -> Draft:
+            nonlocal num_calls
+            num_calls += 1
+            return super().propose(*arguments)
+
+    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Slow(min_ngram=1))
+    # Each lookup takes a second, and nothing else takes time.
+    clock = SimpleNamespace(perf_counter=lambda: float(num_calls))
+    monkeypatch.setattr("torch_specops.decode.batch.time", clock)
+    assert decode(draft, 3, schedule=ByTurns(3), compile=False).stats.seconds == num_calls > 5
 
 
 def test_lookup_else_gives_the_text_of_its_seed() -> None:

@@ -28,7 +28,7 @@ from torch_specops.drafts import (
 from torch_specops.drafts.hierarchical import HierarchicalDraft
 from torch_specops.drafts.token_map import TokenMap
 from torch_specops.sampling import SamplingTensors
-from torch_specops.schedules import Constant, NextStep, PastStep, Schedule
+from torch_specops.schedules import Auto, Constant, NextStep, PastStep, Schedule
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 20
@@ -209,3 +209,30 @@ class Pauses(Given):
 
     def __init__(self) -> None:
         super().__init__([0, 0, 3])
+
+
+class ByTurns(Auto):
+    """Chooses the source of each row's drafts, in turns of seven steps."""
+
+    num_steps = 0
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        super().__init__(num_draft_tokens)
+        self.reports: list[PastStep] = []
+
+    def learn(self, step: PastStep) -> None:
+        self.reports.append(step)
+
+    def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
+        if step.offered is None or step.num_others is None:
+            # Nothing is looked up before the last token.
+            return [0] * len(step.texts), [False] * len(step.texts)
+        self.num_steps += 1
+        turn, num_rows = self.num_steps % 7, len(step.texts)
+        # Lookups alone, no drafts, the other source alone, and rows with either.
+        is_looked_up = [turn < 3 or (turn > 5 and row % 2 == 0) for row in range(num_rows)]
+        counts = [
+            0 if turn in (2, 3) else min(room, offered if first else step.num_others)
+            for room, offered, first in zip(step.rooms, step.offered, is_looked_up, strict=True)
+        ]
+        return counts, is_looked_up

@@ -248,9 +248,12 @@ class Batch:
         self._fit()
         results = None
         while results is None:
-            planned = self._plan()
-            # Start the clock here: the time of a step excludes compilation and the caller's work between two steps.
+            # The time of a step excludes compilation and the caller's work between two steps. It includes the plan of
+            # an eager step, which may look up drafts.
             started = time.perf_counter()
+            planned = self._plan()
+            if planned.asked.is_compiled:
+                started = time.perf_counter()
             self._launch(planned)
             results = self._collect()
         seconds = time.perf_counter() - started

@@ -61,8 +61,9 @@ class Planner:
         self._draft = draft
         self._ready = ready
         self._looks_up = draft is not None and draft.looks_up and draft.deterministic
-        # The draft, if the schedule can choose between its two sources.
-        self._two_sources = draft if isinstance(draft, LookupElse) and isinstance(self._schedule, Auto) else None
+        # The draft, if the schedule can choose between its two sources. A subclass with another `plan` cannot.
+        can_choose = isinstance(self._schedule, Auto) and type(self._schedule).plan is Auto.plan
+        self._two_sources = draft if isinstance(draft, LookupElse) and can_choose else None
 
     def plan(
         self,
@@ -123,8 +124,8 @@ class Planner:
         step.counts, step.is_looked_up = self._schedule.plan_sources(step.asked)
         step.num_draft_tokens = max(step.counts)
         if step.num_draft_tokens > 0:
-            is_looked_up = torch.zeros(len(step.rows), 1, dtype=torch.bool)
-            is_looked_up[step.active, 0] = torch.tensor(step.is_looked_up)
+            is_looked_up = torch.zeros(len(step.rows), 1, dtype=torch.bool, device="cpu")
+            is_looked_up[step.active, 0] = torch.tensor(step.is_looked_up, device="cpu")
             draft.choose(torch.where(is_looked_up, found.tokens, -1), _num_others(step))
         return step
 

@@ -25,10 +25,10 @@ ALL_READ = 2**62
 class LookupElse(SampledDraft):
     """Drafts each row by a lookup if at least `min_match` tokens match, and by another source otherwise.
 
-    The choice depends on the row's sequence alone, or with `schedule="auto"` in eager steps on a CPU also on earlier
-    steps, so the target's distribution is kept. Looked-up drafts are
-    deterministic: beside rows whose drafts were sampled, `Draft.is_one_hot` marks them. With `verify="gumbel"` the
-    output of a seed is the same as with any other draft.
+    The choice depends on the row's sequence alone; with `schedule="auto"`, eager steps on a CPU choose from earlier
+    steps too. Both keep the target's distribution. Looked-up drafts are deterministic: beside rows whose drafts were
+    sampled, `Draft.is_one_hot` marks them. With `verify="gumbel"` the output of a seed is the same as with any other
+    draft.
 
     Args:
         other: a draft model or a source.

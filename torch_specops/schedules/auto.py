@@ -15,7 +15,7 @@ from .costs import DRAFT_COST, StepCosts
 # Drafts may lose a limited time in a batch, measured in steps: LOST_SHARE of all steps of the batch, but at most LOAN +
 # LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# If there are two sources, steps with drafts of the second may lose this share of it, in addition.
+# If there are two sources, steps with drafts of the second may lose this share of that time, in addition.
 SHARE_OF_SECOND = 0.5
 # Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
@@ -47,10 +47,11 @@ class Auto(Schedule):
     right: for looked-up drafts by match length and place in the step, for other drafts by sequence. New tokens show
     whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
 
-    From two sources (`LookupElse`) an eager step on a CPU gets looked-up drafts alone, or for each row the drafts of
-    the source from which more are expected to be right: the plan with the larger gain per time. Both
-    kinds may lose time separately, so bad drafts of one source do not stop the other: lookups the time below, and the
-    other source half as much.
+    With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
+    the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. The
+    two sources may lose time separately, so bad drafts of one do not stop the other: lookups may lose the time below,
+    and the other source half as much. The other source is tried beside looked-up drafts too. A subclass that overrides
+    `plan` plans the two sources as one.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
     step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
@@ -148,12 +149,14 @@ class Auto(Schedule):
             counts, is_first = self._better(step, costs, reached, *purses)
         else:
             counts, is_first = self._best(step, costs, reached, *purses).counts, none
-        if any(counts):
+        is_tried = any(count > 0 and not first for count, first in zip(counts, is_first, strict=True))
+        if is_tried:
             self._try_after = TRY_AFTER
-        elif is_declined and is_due and (costs.are_few or not step.asks_again):
-            counts = self._best(step, costs, reached, purses[-1], is_trial=True).counts
+        elif is_due and (is_declined or any(counts)) and (costs.are_few or not step.asks_again):
+            # Of two sources try the second, in rows without looked-up drafts.
+            tried = self._best(step, costs, reached, purses[-1], is_trial=True).counts
+            is_first, counts = list(map(bool, counts)), list(map(max, counts, tried))
             self._try_after = min(2 * self._try_after, TRY_AFTER_AT_MOST)
-            is_first = none
         self._declined = None if any(counts) else list(step.texts)
         return counts, is_first
 
