@@ -451,7 +451,7 @@ def test_auto_with_two_sources(
     """The worse of two sources loses no more than its limit. Where each is better in some steps, both together are
     faster than the better one."""
     copied, chance, elsewhere = lookup
-    schedules, times, length, num_batches = [Auto(10), Auto(4), Auto(10)], [0.0] * 3, 250, 2
+    schedules, times, length, num_batches = [Auto(10), Auto(4), Auto(10)], [0.0] * 3, 400, 2
     options: dict[str, Any] = {"is_refilled": is_refilled}
     for batch in range(num_batches):
         seeds = range(100 * batch, 100 * batch + num_rows * (1 + is_refilled))
