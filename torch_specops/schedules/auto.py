@@ -15,8 +15,6 @@ from .costs import DRAFT_COST, StepCosts
 # Drafts may lose a limited time in a batch, measured in steps: LOST_SHARE of all steps of the batch, but at most LOAN +
 # LATER_SHARE of the steps so far.
 LOST_SHARE, LOAN, LATER_SHARE = 0.0165, 3.0, 0.01
-# If there are two sources, steps with drafts of the second may lose this share of that time, in addition.
-SHARE_OF_SECOND = 0.5
 # Drafts may also lose the time that earlier drafts have gained, up to MOST_SAVED steps.
 MOST_SAVED = 4.0
 # The reserve is the time that earlier batches were allowed to lose and did not lose. Drafts may lose the reserve too.
@@ -48,10 +46,9 @@ class Auto(Schedule):
     whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
 
     With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
-    the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. The
-    two sources may lose time separately, so bad drafts of one do not stop the other: lookups may lose the time below,
-    and the other source half as much. The other source is tried beside looked-up drafts too. A subclass that overrides
-    `plan` plans the two sources as one.
+    the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. Each
+    source may lose the time below, so bad drafts of one do not stop the other. The other source is tried beside
+    looked-up drafts too. A subclass that overrides `plan` plans the two sources as one.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
     step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
@@ -127,9 +124,7 @@ class Auto(Schedule):
         rooms, has_two = step.at_most(self.buckets[-1]), step.num_others is not None
         steps = self._elapsed + max(step.left, default=0)
         allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
-        purses = [purse.most(allowance) for purse in self._purses[:1]]
-        if has_two:
-            purses.append(self._purses[1].most(SHARE_OF_SECOND * allowance))
+        purses = [purse.most(allowance) for purse in self._purses[: 1 + has_two]]
         if not any(rooms) or max(purses) <= 0:
             return nothing, none
         if step.asks_again and step.offered is None:
