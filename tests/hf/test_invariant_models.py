@@ -175,8 +175,9 @@ def test_mutations_of_experts_are_found(ending: str, monkeypatch: pytest.MonkeyP
     invariant_forward(model)(TOKENS[:1])
     monkeypatch.setitem(exchanges.EXPERTS, ending, lambda module, *given: type(module).forward(module, *given))
     assert differing(model, invariant=True) > 0
-    if ending != "Qwen2MoeSparseMoeBlock":
-        # A first use finds it too. Its few tokens need not show the end of a loop over one number of each.
+    if ending == "Experts":
+        # A first use finds it too. Its few tokens need not show the end of a loop over one number of each, and with
+        # AVX2 not a router.
         monkeypatch.setattr(exchanges, "_passed", set())
         with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp \(Qwen2MoeSparseMoeBlock\) is the first"):
             invariant_forward(model)(TOKENS)
