@@ -222,14 +222,15 @@ class Auto(Schedule):
             num_proposed = 0 if step.looks_up else min(level, step.num_others or level)
             extra = costs.extra(plain, read, num_proposed) + catching_up / left
             gain = worth - base * luck.loss - extra
+            rate = gain / (base + extra)
             if step.is_refilled and num_texts > 1:
                 # A longer step takes time in which other steps would gain too, so compare what equal times gain. Not
                 # where rows wait for the slowest, because `luck` already lowers the number of drafts, nor for a single
                 # row, whose estimated probabilities vary so much that the number would often be too low.
-                gain /= base + extra
+                gain = rate
             risk = costs.risk(plain, min(read, plain + room), num_proposed) + catching_up
             if (gain > 0 or is_trial) and risk <= purse:
-                choices.append(_Choice(gain, risk, level, len(offers), extra))
+                choices.append(_Choice(gain, risk, level, len(offers), rate))
             # The gain rises, then falls, so stop at the first fall. The measured times of captured steps may jump, so
             # try all levels of compiled steps.
             if choices and gain < choices[-1].gain and not step.is_compiled:
@@ -240,15 +241,14 @@ class Auto(Schedule):
         # are wrong.
         safe = [choice for choice in choices if 2 * choice.risk <= purse]
         best = max(safe) if safe else min(choices, key=lambda choice: choice.risk)
-        level, total = best.level, best.num_offers
-        rate = best.gain if step.is_refilled and num_texts > 1 else best.gain / (base + best.extra)
+        total = best.num_offers
         if step.is_compiled:
-            return _Best(rate, step.at_most(level))
+            return _Best(best.rate, step.at_most(best.level))
         chosen = offers[:total] if total <= room else sorted(offers[:total], reverse=True)[:room]
         counts = [0] * num_texts
         for _, _, index in chosen:
             counts[index] += 1
-        return _Best(rate, counts)
+        return _Best(best.rate, counts)
 
     def learn(self, step: PastStep) -> None:
         planned, count = step.planned, step.num_draft_tokens
@@ -432,14 +432,14 @@ class _Choice(NamedTuple):
     Args:
         gain: the expected gain, in steps; with several rows of a refilled batch, divided by the time of the step.
         risk: the loss if all drafts are wrong.
-        extra: the additional cost of the step, in steps.
+        rate: the expected gain divided by the time of the step.
     """
 
     gain: float
     risk: float
     level: int
     num_offers: int
-    extra: float
+    rate: float
 
 
 class _Best(NamedTuple):
