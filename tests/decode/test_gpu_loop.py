@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from itertools import zip_longest
 
 import pytest
@@ -40,6 +41,7 @@ from torch_specops.drafts import (
     PromptLookup,
     SuffixLookup,
 )
+from torch_specops.drafts import feature
 from torch_specops.hf import attention as grouped
 from torch_specops.hf import language_model
 from torch_specops.ops import attention
@@ -208,27 +210,35 @@ def test_attention_to_spans_gives_the_tokens_of_a_mask(kind: str) -> None:
         assert found.stats.num_accepted == expected.stats.num_accepted
 
 
-@pytest.mark.parametrize("kind", ["none", "model"])
+@pytest.mark.parametrize("kind", ["none", "model", "head", "parallel"])
 def test_long_prompts_are_read_by_causal_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of different lengths, prompts that an eager step reads with its drafts, and new prompts in some rows."""
+    """Prompts of different lengths, prompts that an eager step reads with its drafts, and new prompts in some rows. A
+    head's layers read prompts in the same way, except the layer of "parallel" that sees five tokens."""
     counts: list[int] = []
+    of_heads: list[int] = []
 
-    def counted(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        counts.append(queries.shape[2])
-        return attend_causal(queries, keys, values, scale)
+    def counting(found: list[int]) -> Callable[..., Tensor]:
+        def counted(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+            found.append(queries.shape[2])
+            return attend_causal(queries, keys, values, scale)
 
-    monkeypatch.setattr(grouped, "attend_causal", counted)
+        return counted
+
+    monkeypatch.setattr(grouped, "attend_causal", counting(counts))
+    monkeypatch.setattr(feature, "attend_causal", counting(of_heads))
     monkeypatch.setattr(attention, "MIN_CAUSAL_TOKENS", 5)
     host = decoder("cpu", kind, dtype=torch.float32, compile=False, sampling=GREEDY)
     for compile, mask in (("auto", MASK), (False, torch.ones_like(MASK))):
         counts.clear()
+        of_heads.clear()
         loop = decoder("cuda", kind, dtype=torch.float32, compile=compile, sampling=GREEDY)
         texts = [
             new_tokens(run(each, attention_mask=mask.to(each.target.device), max_new_tokens=3)) for each in (host, loop)
         ]
         assert texts[0] == texts[1]
         # The draft model reads one token less than the target.
-        assert max(counts) == (6 if compile else 7 + NUM_DRAFTS * (kind == "model"))
+        assert max(counts) == (6 if compile else 7 + NUM_DRAFTS * (kind != "none"))
+        assert of_heads == [5] * (kind in ("head", "parallel"))
 
     counts.clear()
     requests = [Request([7, 5, 7, 4, 9, 8][: 6 - row % 2], 2, GREEDY) for row in range(4)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..models.base import FeatureModel, LanguageModel, feature_model
 from ..models.conversion import as_language_model
-from ..ops.attention import attend, attend_masked, attention_dtype, spans_serve
+from ..ops.attention import attend, attend_causal, attend_masked, attention_dtype, is_long_text, spans_serve
 from ..ops.kv_cache import RaggedKeyValues, emptied
 from .layers import Attention
 from .model import SampledDraft
@@ -186,6 +186,7 @@ class PublishedDraft(FeatureDraft):
         capacity = cache.keys.shape[2]
         width = self._width(positions, capacity)
         by_spans = spans_serve(positions, capacity, cache.keys.dtype)
+        is_causal = by_spans and is_long_text(positions) and not bool(spans[..., 0].any())
         seen = spans
         if not by_spans:
             slots = torch.arange(width, device=positions.device)
@@ -195,7 +196,11 @@ class PublishedDraft(FeatureDraft):
             # Under autocast their dtypes may differ: a norm or a residual branch is computed in float32.
             queries, keys, values = (each.to(cache.keys.dtype) for each in (queries, keys, values))
             cache.write(keys, values, positions, rows)
+            keys, values = cache.read(width, rows)
+            scale = queries.shape[3] ** -0.5
+            if is_causal:
+                return attend_causal(queries, keys, values, scale).transpose(1, 2)
             read = attend if by_spans else attend_masked
-            return read(queries, *cache.read(width, rows), seen, queries.shape[3] ** -0.5).transpose(1, 2)
+            return read(queries, keys, values, seen, scale).transpose(1, 2)
 
         return attention
