@@ -7,7 +7,7 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from .decode import Completion, GenerationOutput
+from .decode import Completion, GenerationOutput, RowStep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,8 @@ def acceptance(outputs: Decoded | Sequence[Decoded] | Mapping[str, Decoded | Seq
 
     Examples:
         >>> import torch, torch_specops
-        >>> tokens, steps = torch.tensor([5, 6, 7, 8, 9]), [(1, 0, 2), (3, 2, 2)]
+        >>> from torch_specops.decode import RowStep
+        >>> tokens, steps = torch.tensor([5, 6, 7, 8, 9]), [RowStep(1, 0, 2), RowStep(3, 2, 2)]
         >>> story = torch_specops.Completion(0, tokens, tokens[1:], None, seed=1, finish_reason="eos", steps=steps)
         >>> torch_specops.plot.acceptance({"story": story}).axes[0].lines[0].get_ydata().tolist()
         [0.5, 0.5]
@@ -70,7 +71,7 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _steps(outputs: Any) -> list[tuple[int, int, int]]:
+def _steps(outputs: Any) -> list[RowStep]:
     if isinstance(outputs, GenerationOutput):
         return [step for row in outputs.steps for step in row]
     if isinstance(outputs, (list, tuple)):
@@ -80,6 +81,9 @@ def _steps(outputs: Any) -> list[tuple[int, int, int]]:
     return outputs.steps
 
 
-def _rates(steps: list[tuple[int, int, int]]) -> list[float]:
-    places = range(max((proposed for *_, proposed in steps), default=0))
-    return [sum(n > place for _, n, _ in steps) / sum(of > place for *_, of in steps) for place in places]
+def _rates(steps: list[RowStep]) -> list[float]:
+    places = range(max((step.num_proposed for step in steps), default=0))
+    return [
+        sum(step.num_accepted > place for step in steps) / sum(step.num_proposed > place for step in steps)
+        for place in places
+    ]

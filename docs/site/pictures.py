@@ -130,40 +130,27 @@ def record_text() -> list[list[str]]:
     from torch_specops import SamplingParams, SpeculativeDecoder
     from torch_specops.cli.loading import smollm2_directory
     from torch_specops.cli.models import PROMPT, encode
-    from torch_specops.drafts import Draft, PromptLookup
+    from torch_specops.decode import TextPieces
+    from torch_specops.decode.view import spans
+    from torch_specops.drafts import PromptLookup
 
-    class Recorded(PromptLookup):
-        def propose(self, *arguments: Any) -> Draft:
-            found = super().propose(*arguments)
-            proposed.append(found.tokens[0].tolist())
-            return found
-
-    proposed: list[list[int]] = []
     folder = smollm2_directory()
     tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    decoder = SpeculativeDecoder(target, Recorded(), num_draft_tokens=10, schedule="constant", compile=False)
-    tokens: list[int] = []
+    decoder = SpeculativeDecoder(target, PromptLookup(), num_draft_tokens=10, schedule="constant", compile=False)
+    prompt = encode(tokenizer, PROMPT)
+    steps = decoder.stream(prompt, max_new_tokens=256, sampling=SamplingParams(temperature=0.0))
+    rows = ((step.tokens[0], step.num_accepted[0], step.rejected[0]) for step in steps)
     pieces: list[list[str]] = []
-
-    def add(kind: str, token: int) -> None:
-        before = tokenizer.decode(tokens, skip_special_tokens=True)
-        pieces.append([kind, tokenizer.decode([*tokens, token], skip_special_tokens=True)[len(before) :]])
-
-    steps = decoder.stream(encode(tokenizer, PROMPT), max_new_tokens=256, sampling=SamplingParams(temperature=0.0))
-    for index, step in enumerate(steps):
-        count = step.num_accepted[0]
-        for place, token in enumerate(step.tokens[0]):
-            if place == count < step.num_proposed[0]:
-                add("rejected", proposed[index][count])
-            add("accepted" if place < count else "own", token)
-            tokens.append(token)
-            # The end of the code.
-            if tokenizer.decode(tokens).count("```") == 2:
-                return pieces
+    text = ""
+    for piece, kind in spans(TextPieces(tokenizer, prompt[0]), rows):
+        pieces.append([kind, piece])
+        text += piece if kind != "rejected" else ""
+        # The end of the code.
+        if text.count("```") == 2:
+            break
     return pieces
 
 
-@torch.inference_mode()
 def record_step() -> dict[str, Any]:
     """A step in which drafts are accepted and one is rejected, with the numbers that decided."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

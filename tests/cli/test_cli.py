@@ -48,16 +48,19 @@ def text_of(result: Result) -> str:
 
 def test_text_counts_as_accepted_when_all_its_tokens_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a character at the end is shown too."""
-    monkeypatch.setattr(cli.demo, "ACCEPTED", "accepted")
-    monkeypatch.setattr(cli.demo, "OWN", "own")
+    monkeypatch.setattr(cli.demo, "STYLES", {kind: kind for kind in cli.demo.STYLES})
     tokens = list("🙂a🙂".encode())[:-1]
     for num_accepted, styles in ((8, "accepted accepted accepted"), (4, "accepted own own"), (3, "own own own")):
-        console = mock.Mock()
-        step = Step([tokens], [num_accepted], [8], [True], 0.0)
+        console = mock.Mock(color_system=None)
+        step = Step([tokens], [num_accepted], [8], [120], [True], 0.0)
         cli.demo._print_steps(console, iter([step]), TextPieces(austen()))
         texts = [call.args[0] for call in console.print.call_args_list[:-1]]
         assert [text.plain for text in texts] == ["🙂", "a", "\ufffd"]
         assert [text.style for text in texts] == styles.split()
+    console = mock.Mock()
+    cli.demo._print_steps(console, iter([step]), TextPieces(austen()))
+    texts = [call.args[0] for call in console.print.call_args_list[:-1]]
+    assert [(text.plain, text.style) for text in texts][:2] == [("x", "rejected"), ("🙂", "own")]
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
@@ -66,7 +69,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable(text) == replaced
     console = options.new_console()
     console.file = io.StringIO()
-    step = Step([list(text.encode())], [0], [0], [True], 0.0)
+    step = Step([list(text.encode())], [0], [0], [-1], [True], 0.0)
     assert not cli.demo._print_steps(console, iter([step]), TextPieces(austen()))
     shown = console.file.getvalue()
     # rich expands tabs.
@@ -184,7 +187,8 @@ def test_colours_follow_acceptance(target: str) -> None:
     colours = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
     result = CliRunner().invoke(app, ["demo", "--target", target, *own], env=colours)
     assert result.exit_code == 0, result.output
-    assert "\x1b[1;32maccepted draft tokens\x1b[0m, \x1b[33mthe target's own tokens\x1b[0m" in result.stdout
+    names = "\x1b[1;32maccepted drafts\x1b[0m, \x1b[9;31mrejected drafts\x1b[0m, \x1b[33mthe target's own tokens\x1b[0m"
+    assert names in result.stdout
     # Of four tokens, the target draws one; with the first, which is the target's too, and its own words above.
     assert result.stdout.count("\x1b[1;32m") > 1.5 * result.stdout.count("\x1b[33m") > 3
 

@@ -25,7 +25,7 @@ from .loading import AUSTEN, AUSTEN_DRAFT, SMOLLM2
 from .models import PROMPT, PROMPT_LOOKUP, default_num_draft_tokens, encode, load_models, spinner
 from .speed import Speeds, compare_speeds, use_fast_threads
 
-ACCEPTED, OWN = "bold green", "yellow"
+STYLES = {"accepted": "bold green", "rejected": "red strike", "own": "yellow"}
 AUSTEN_PROMPT = "It is a truth universally acknowledged, that "
 
 
@@ -114,7 +114,8 @@ def demo(
         console.print(f"text:   {_describe(temperature, top_k, top_p, min_p)}")
         console.print(f"prompt: {printable(shorten(prompt, 300, placeholder=' ...'))}")
         if console.color_system is not None:
-            console.print(Text.assemble(("accepted draft tokens", ACCEPTED), ", ", ("the target's own tokens", OWN)))
+            names = {"accepted": "accepted drafts", "rejected": "rejected drafts", "own": "the target's own tokens"}
+            console.print(Text(", ").join(Text(name, STYLES[kind]) for kind, name in names.items()))
         console.print()
         pieces = TextPieces(tokenizer, input_ids[0], clean_up_tokenization_spaces=False)
         interrupted = _print_steps(console, steps, pieces)
@@ -180,11 +181,14 @@ def _print_steps(console: Console, steps: Iterator[Step], pieces: TextPieces) ->
     """Print the text as it comes. Returns whether Ctrl-C ended it."""
     interrupted = False
     try:
-        for text, is_accepted in spans(pieces, ((step.tokens[0], step.num_accepted[0]) for step in steps)):
-            console.print(Text(text, style=ACCEPTED if is_accepted else OWN), end="")
+        # Without colours, a reader cannot tell rejected drafts from the text.
+        is_coloured = console.color_system is not None
+        rows = ((step.tokens[0], step.num_accepted[0], step.rejected[0] if is_coloured else -1) for step in steps)
+        for text, kind in spans(pieces, rows):
+            console.print(Text(text, style=STYLES[kind]), end="")
     except KeyboardInterrupt:
         interrupted = True
-        console.print(Text(printable(pieces.end()), style=OWN), end="")
+        console.print(Text(printable(pieces.end()), style=STYLES["own"]), end="")
     console.print("\n")
     return interrupted
 

@@ -5,6 +5,7 @@ from .kept import generate
 from .output import GenerationOutput, GenerationStats, Step, TopLogprobs
 from .pieces import TextPieces
 from .requests import Completion, Handle, Request
+from .rows import RowStep
 from .session import Session
 from .step import Verifier
 
@@ -14,6 +15,7 @@ __all__ = [
     "GenerationStats",
     "Handle",
     "Request",
+    "RowStep",
     "Session",
     "SpeculativeDecoder",
     "Step",

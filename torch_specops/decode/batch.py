@@ -24,12 +24,9 @@ from .inputs import Prompts
 from .models import models_of
 from .output import GenerationOutput, GenerationStats, RecordReader, Step, TopLogprobs
 from .planning import PlannedStep, Planner
-from .rows import BatchRules, ask_row_rules
+from .rows import BatchRules, RowStep, ask_row_rules
 from .state import Texts, moved, shapes_of
-from .step import StepPlan, unpack_record
-
-# For each row: its emitted tokens, the number of accepted drafts and of proposed drafts, and whether it has ended.
-RowResults = tuple[list[list[int]], list[int], list[int], list[bool]]
+from .step import RowResults, StepPlan, unpack_record
 
 
 class KeptLogits(Protocol):
@@ -365,18 +362,19 @@ class Batch:
 
     def _read(self, record: Tensor, planned: PlannedStep) -> RowResults:
         """Process the record of a step: update the statistics and the rows, and end rows that have finished."""
-        tokens, num_accepted, num_proposed, finished = results = unpack_record(record)
+        tokens, num_accepted, num_proposed, rejected, finished = results = unpack_record(record)
         self._planner.learn(planned, tokens, num_accepted, num_proposed)
         num_before = [len(row.tokens) for row in self.rows]
         for index, (then, row) in enumerate(zip(planned.rows, self.rows, strict=True)):
             if then is not row or row.ended:
                 # Ignore the results of this row, because the host ended its sequence after the launch of this step.
-                tokens[index], num_accepted[index], num_proposed[index] = [], 0, 0
+                tokens[index], num_accepted[index], num_proposed[index], rejected[index] = [], 0, 0, -1
             else:
                 row.tokens += tokens[index]
                 row.ended = finished[index]
                 if tokens[index]:
-                    row.steps.append((len(tokens[index]), num_accepted[index], num_proposed[index]))
+                    counts = num_accepted[index], num_proposed[index], rejected[index]
+                    row.steps.append(RowStep(len(tokens[index]), *counts))
         num_new = list(map(len, tokens))
         self.stats.add(num_new, num_accepted, num_proposed)
         if self._logits is not None:

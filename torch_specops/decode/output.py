@@ -13,14 +13,13 @@ from torch import Tensor
 
 from .pieces import CONTEXT
 from .planning import PlannedStep
+from .rows import RowStep
 from .view import View, ViewRow, beginning, view
 
 # Cut long lists in a `repr`, because lists with an entry per row may have hundreds of entries.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxstring, _SHORT.maxother = 200, 400
-# What a row did in a step: the numbers of emitted tokens, accepted drafts and verified drafts.
-StepCounts = tuple[int, int, int]
 
 
 def shortened(name: str, **values: object) -> str:
@@ -28,9 +27,9 @@ def shortened(name: str, **values: object) -> str:
     return f"{name}({', '.join(f'{key}={_SHORT.repr(value)}' for key, value in values.items())})"
 
 
-def acceptance_of(steps: list[StepCounts]) -> float | None:
-    num_proposed = sum(proposed for *_, proposed in steps)
-    return sum(accepted for _, accepted, _ in steps) / num_proposed if num_proposed else None
+def acceptance_of(steps: list[RowStep]) -> float | None:
+    num_proposed = sum(step.num_proposed for step in steps)
+    return sum(step.num_accepted for step in steps) / num_proposed if num_proposed else None
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Step:
             token, at the row's limit, and where a stop string ends the row. Empty for a row that had already ended.
         num_accepted: drafts that the target accepted, per row, including those that were cut.
         num_proposed: drafts that were verified, per row.
+        rejected: the first draft that the target rejected, per row; -1 = none.
         finished: whether each row has ended.
         seconds: duration of the step, measured on the host.
     """
@@ -49,6 +49,7 @@ class Step:
     tokens: list[list[int]]
     num_accepted: list[int]
     num_proposed: list[int]
+    rejected: list[int]
     finished: list[bool]
     seconds: float
 
@@ -57,16 +58,16 @@ class Step:
 
         Examples:
             >>> from torch_specops.decode import Step
-            >>> Step([[5, 6]], [1], num_proposed=[3], finished=[False], seconds=0.1).show()
+            >>> Step([[5, 6]], [1], num_proposed=[3], rejected=[9], finished=[False], seconds=0.1).show()
             row 0: 1 of 3 drafts accepted
-             5[ 6]
+             5~~ 9~~[ 6]
         """
         return view(tokenizer, self._rows())
 
     def _rows(self) -> Iterator[ViewRow]:
-        rows = zip(self.tokens, self.num_accepted, self.num_proposed, strict=True)
-        for row, (tokens, accepted, proposed) in enumerate(rows):
-            yield f"row {row}: {accepted} of {proposed} drafts accepted", [(tokens, accepted)], (), ()
+        rows = zip(self.tokens, self.num_accepted, self.num_proposed, self.rejected, strict=True)
+        for row, (tokens, accepted, proposed, rejected) in enumerate(rows):
+            yield f"row {row}: {accepted} of {proposed} drafts accepted", [(tokens, accepted, rejected)], (), ()
 
     def _repr_html_(self) -> str:
         return beginning(self._rows())
@@ -190,8 +191,7 @@ class GenerationOutput:
         top_logprobs: the most likely tokens at the position of every new token; None if not asked for.
         finish_reasons: why each row ended: "eos", "stop" (a stop string or a stopping criterion), "length", "error";
             None = it has not ended.
-        steps: what each row did in its steps: a list of (tokens, accepted drafts, verified drafts), before a rule cut
-            tokens at the end of the row.
+        steps: for each row, the steps in which it took part (`torch_specops.decode.RowStep`).
 
     Examples:
         >>> import torch, torch_specops
@@ -212,7 +212,7 @@ class GenerationOutput:
     logprobs: Tensor | None = None
     finish_reasons: list[str | None] = field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
-    steps: list[list[StepCounts]] = field(default_factory=list)
+    steps: list[list[RowStep]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         values: dict[str, object] = {
@@ -254,35 +254,37 @@ class GenerationOutput:
         return list(map(acceptance_of, self.steps))
 
     def show(self, tokenizer: Any = None) -> View:
-        """The new text of every row, with accepted drafts and the target's own tokens apart. Rejected drafts are
-        counted and not shown, because the loop does not keep them.
+        """The new text of every row: accepted drafts, the first rejected draft of each step, and the target's own
+        tokens.
 
         Args:
             tokenizer: as in `texts`; None = show the numbers of the tokens.
 
         Returns:
-            A string, with the target's own tokens in brackets, which a notebook shows in colours. A character of
-            several tokens is an accepted draft if all of them were.
+            A string, with the target's own tokens in brackets and rejected drafts between ~~, which a notebook shows in
+            colours. A character of several tokens is an accepted draft if all of them were.
 
         Examples:
             >>> import torch, torch_specops
+            >>> from torch_specops.decode import RowStep
             >>> output = torch_specops.GenerationOutput(
             ...     sequences=torch.tensor([[5, 6, 7, 8, 9]]), prompt_lengths=torch.tensor([1]),
-            ...     lengths=torch.tensor([5]), stats=None, finish_reasons=["length"], steps=[[(3, 2, 4), (1, 0, 4)]])
+            ...     lengths=torch.tensor([5]), stats=None, finish_reasons=["length"],
+            ...     steps=[[RowStep(3, 2, 4, rejected=1), RowStep(1, 0, 4, rejected=3)]])
             >>> output.show()
             row 0: 4 tokens in 2 steps, 2 of 8 drafts accepted, ended by length
-             6 7[ 8 9]
+             6 7~~ 1~~[ 8]~~ 3~~[ 9]
         """
         return view(tokenizer, self._rows())
 
     def _rows(self) -> Iterator[ViewRow]:
         for row, (steps, reason) in enumerate(zip(self.steps, self.finish_reasons, strict=True)):
             tokens, prompt = self.new_tokens(row), self.sequences[row, : int(self.prompt_lengths[row])].tolist()
-            accepted, proposed = (sum(counts[kind] for counts in steps) for kind in (1, 2))
+            accepted, proposed = sum(step.num_accepted for step in steps), sum(step.num_proposed for step in steps)
             title = f"row {row}: {len(tokens)} tokens in {len(steps)} steps, {accepted} of {proposed} drafts accepted"
             title += "" if reason is None else f", ended by {reason}"
             left = iter(tokens)
-            text = [(list(islice(left, count)), num_accepted) for count, num_accepted, _ in steps]
+            text = [(list(islice(left, step.num_tokens)), step.num_accepted, step.rejected) for step in steps]
             yield title, text, prompt, tokens[-1:] if reason == "eos" else ()
 
     def _repr_html_(self) -> str:

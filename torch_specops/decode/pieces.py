@@ -115,6 +115,13 @@ class TextPieces:
         self._shorten()
         return piece
 
+    def text_after(self, token: int) -> str:
+        """The text that a token would add now. The token is not added."""
+        if self.stopped or token in self._without_text:
+            return ""
+        text = self._decode([*self._tokens, token])
+        return text[len(self._text) :] if text.startswith(self._text) else self._decode([token])
+
     def end(self) -> str:
         """Return the rest of the text. Called after the last token. An incomplete character at the end becomes
         U+FFFD."""

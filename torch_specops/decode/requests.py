@@ -19,7 +19,8 @@ from ..models import LanguageModel
 from ..sampling import SamplingParams
 from .inputs import Prompts, Sampling, Seed, as_prompt, read_prompts
 from .keywords import refuse_unknown
-from .output import StepCounts, TopLogprobs, acceptance_of, shortened
+from .output import TopLogprobs, acceptance_of, shortened
+from .rows import RowStep
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -117,7 +118,7 @@ class Completion:
         finish_reason: "eos", "length", "stop" (a stop string), "time" (`max_time`), "cancelled" or "error".
         error: why the request was refused or ended early; None = it ended normally or was cancelled.
         top_logprobs: the most likely tokens [n, N] at the position of every new token; None if not asked for.
-        steps: the steps of the request: (tokens, accepted drafts, verified drafts).
+        steps: the steps of the request, as in `GenerationOutput`.
 
     Examples:
         >>> import torch, torch_specops
@@ -134,7 +135,7 @@ class Completion:
     finish_reason: str
     error: str | None = None
     top_logprobs: TopLogprobs | None = None
-    steps: list[StepCounts] = field(default_factory=list)
+    steps: list[RowStep] = field(default_factory=list)
 
     @property
     def acceptance(self) -> float | None:
@@ -188,7 +189,7 @@ class Handle:
         self.deadline = math.inf
         self.is_cancelled = False
         self.new_tokens: list[int] = []
-        self.steps: list[StepCounts] = []
+        self.steps: list[RowStep] = []
         self.completion: Completion | None = None
         self._cancel = cancel
         self._changed = threading.Condition()
@@ -279,11 +280,11 @@ class Handle:
         tokens so far."""
         self._cancel(self)
 
-    def add(self, tokens: Sequence[int], num_accepted: int, num_proposed: int) -> None:
+    def add(self, tokens: Sequence[int], num_accepted: int, num_proposed: int, rejected: int) -> None:
         with self._changed:
             self.new_tokens += tokens
             if tokens:
-                self.steps.append((len(tokens), num_accepted, num_proposed))
+                self.steps.append(RowStep(len(tokens), num_accepted, num_proposed, rejected))
         self.wake()
 
     def free_inputs(self) -> None:

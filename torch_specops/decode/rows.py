@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,21 @@ RowRule = Callable[[list[list[int]]], list[bool]]
 # Takes all rows [B, P + n], each with n new tokens. Returns whether each row ends with its newest token [B], or one
 # bool for all rows.
 BatchRule = Callable[[Tensor], Any]
+
+
+class RowStep(NamedTuple):
+    """What a row did in a step.
+
+    Args:
+        num_tokens: emitted tokens, before a rule cut tokens at the end of the row.
+        num_accepted, num_proposed: accepted drafts and verified drafts.
+        rejected: the first rejected draft; -1 = none.
+    """
+
+    num_tokens: int
+    num_accepted: int
+    num_proposed: int
+    rejected: int = -1
 
 
 @dataclass(eq=False)
@@ -31,7 +46,7 @@ class Row:
         ended: whether the sequence gets no more tokens.
         reason, error: why the sequence ended; set once all of its tokens are released.
         tokens: the new tokens.
-        steps: the number of tokens, accepted drafts and verified drafts of each step, before rules cut tokens.
+        steps: the steps in which the row took part.
         num_released: how many new tokens are final, so that no rule can cut them.
         is_stopped: whether a rule has ended the sequence.
         grammar_error: the number of new tokens after which the grammar has a dead end, and why; None = no dead end was
@@ -47,7 +62,7 @@ class Row:
     reason: str | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
-    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    steps: list[RowStep] = field(default_factory=list)
     num_released: int = 0
     is_stopped: bool = False
     grammar_error: tuple[int, str] | None = None

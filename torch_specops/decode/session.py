@@ -344,7 +344,7 @@ class Session:
         for row, handle in enumerate(self._rows):
             if handle is None:
                 continue
-            handle.add(step.tokens[row], step.num_accepted[row], step.num_proposed[row])
+            handle.add(step.tokens[row], step.num_accepted[row], step.num_proposed[row], step.rejected[row])
             if step.finished[row]:
                 ended = self._batch.rows[row]
                 self._end(handle, ended.reason or "error", ended.error)

@@ -29,6 +29,9 @@ from .state import DecodeState
 Choose = Callable[[Draft, Tensor], list[int]]
 # Takes a step's drafts. Returns the drafts to verify, and the bitmask that `verify_and_commit` takes.
 Masks = Callable[[Draft], tuple[Draft, Tensor]]
+# For each row: its emitted tokens, the number of accepted drafts and of proposed drafts, its first rejected draft or -1,
+# and whether it has ended.
+RowResults = tuple[list[list[int]], list[int], list[int], list[int], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class Verifier:
 def speculative_step(
     target: LanguageModel, draft: DraftSource | None, state: DecodeState, num_draft_tokens: int, verify: Verifier
 ) -> Tensor:
-    """Draft up to K tokens, verify them, and commit the emitted tokens. Returns the step's record [B, K+4], for
+    """Draft up to K tokens, verify them, and commit the emitted tokens. Returns the step's record [B, 2 K+4], for
     `unpack_record`."""
     proposal = propose(draft, state, num_draft_tokens, target.vocab_size)
     return verify_and_commit(target, state, proposal, verify)
@@ -181,15 +184,18 @@ def verify_and_commit(
     processed = _processed(state, proposal.tokens, target_logits, bitmask)
     output_tokens, num_accepted = verify(processed, proposal, _random_numbers(state, proposal, verify), state.sampling)
     logprobs = _logprobs(state, target_logits, processed, output_tokens)
-    return _commit(state, output_tokens, num_accepted, num_proposed, logprobs)
+    results = _commit(state, output_tokens, num_accepted, num_proposed, logprobs)
+    return torch.cat([proposal.tokens, *results], 1)
 
 
-def unpack_record(record: Tensor) -> tuple[list[list[int]], list[int], list[int], list[bool]]:
-    """Unpack a record [B, K+4]. Returns for each row: its emitted tokens, the number of accepted drafts and of proposed
-    drafts, and whether it has finished."""
-    rows = record.tolist()
-    tokens = [[token for token in row[:-3] if token >= 0] for row in rows]
-    return tokens, [row[-3] for row in rows], [row[-2] for row in rows], [row[-1] == 1 for row in rows]
+def unpack_record(record: Tensor) -> RowResults:
+    """Unpack a record [B, 2 K+4]."""
+    rows, num_draft_tokens = record.tolist(), record.shape[1] // 2 - 2
+    tokens = [[token for token in row[num_draft_tokens:-3] if token >= 0] for row in rows]
+    num_accepted, num_proposed = [row[-3] for row in rows], [row[-2] for row in rows]
+    # A row begins with its drafts.
+    rejected = [row[row[-3]] if row[-3] < row[-2] else -1 for row in rows]
+    return tokens, num_accepted, num_proposed, rejected, [row[-1] == 1 for row in rows]
 
 
 def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -> tuple[Draft, Tensor]:
@@ -287,8 +293,9 @@ def _room(state: DecodeState) -> Tensor:
 
 def _commit(
     state: DecodeState, tokens: Tensor, num_accepted: Tensor, num_proposed: Tensor, logprobs: LogProbabilities | None
-) -> Tensor:
-    """Append tokens [B, K+1] and their log-probabilities to the unfinished rows. Returns the step's record."""
+) -> tuple[Tensor, ...]:
+    """Append tokens [B, K+1] and their log-probabilities to the unfinished rows. Returns the step's record without its
+    drafts."""
     width = tokens.shape[1]
     index = torch.arange(width, device=tokens.device)
     num_tokens = (tokens >= 0).sum(1)
@@ -317,4 +324,4 @@ def _commit(
     state.lengths.add_(count)
     state.failed.logical_or_(failed)
     state.finished.logical_or_(failed | (count == most))
-    return torch.cat([emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))], 1)
+    return emitted, *(each.unsqueeze(1) for each in (num_accepted, num_proposed, state.finished))

@@ -1,4 +1,5 @@
-"""Shows which new tokens were accepted drafts, and which are the target's own: in colour, or as plain text."""
+"""Shows which new tokens were accepted drafts, which are the target's own, and which drafts were rejected: in colour, or
+as plain text."""
 
 from __future__ import annotations
 
@@ -6,17 +7,24 @@ import html
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Literal
 
 from .pieces import TextPieces
 
-# The tokens that a row emitted in a step, and how many of them, the first ones, were accepted drafts.
-RowStep = tuple[Sequence[int], int]
+# The tokens that a row emitted in a step, how many of them, the first ones, were accepted drafts, and the draft that was
+# rejected after these, or -1.
+TokensOfStep = tuple[Sequence[int], int, int]
 # A row: its title, its steps, the prompt before them, and the tokens that are no text.
-ViewRow = tuple[str, Sequence[RowStep], Sequence[int], Sequence[int]]
-# The page shines through the backgrounds, so that its letters can be read on light and dark pages. The line tells the
-# kinds apart without colours.
-_OWN, _ACCEPTED = "background: #d299224d; border-bottom: 2px solid #d29922", "background: #2da44e59"
+ViewRow = tuple[str, Sequence[TokensOfStep], Sequence[int], Sequence[int]]
+Kind = Literal["accepted", "own", "rejected"]
+# The page shines through the backgrounds, so that its letters can be read on light and dark pages. Lines tell the kinds
+# apart without colours.
+_STYLES: dict[Kind, str] = {
+    "accepted": "background: #2da44e59",
+    "own": "background: #d299224d; border-bottom: 2px solid #d29922",
+    "rejected": "background: #f851494d; text-decoration: line-through",
+}
+_PLAIN: dict[Kind, str] = {"accepted": "{}", "own": "[{}]", "rejected": "~~{}~~"}
 # A notebook shows this many rows on its own, and this many pieces of each.
 _MOST_ROWS, _MOST_PIECES = 20, 1000
 
@@ -29,7 +37,8 @@ class TokenIds:
 
 
 class View(str):
-    """Titles and texts of rows, with the target's own tokens in brackets. A notebook shows it in colours."""
+    """Titles and texts of rows, with the target's own tokens in brackets and rejected drafts between ~~. A notebook
+    shows it in colours."""
 
     page: str
     __repr__ = str.__str__
@@ -38,17 +47,21 @@ class View(str):
         return self.page
 
 
-def spans(pieces: TextPieces, steps: Iterable[RowStep]) -> Iterator[tuple[str, bool]]:
-    """The text of a row as it becomes certain: pieces, and whether all tokens of a piece were accepted drafts."""
-    all_accepted = True
-    for tokens, num_accepted in steps:
+def spans(pieces: TextPieces, steps: Iterable[TokensOfStep]) -> Iterator[tuple[str, Kind]]:
+    """The text of a row as it becomes certain, in pieces, with rejected drafts before the tokens in their place. A piece
+    is "accepted" if all of its tokens were accepted drafts, and otherwise "own"."""
+    kind: Kind = "accepted"
+    for tokens, num_accepted, rejected in steps:
         for index, token in enumerate(tokens):
-            all_accepted &= index < num_accepted
+            if index == num_accepted and rejected >= 0 and (text := pieces.text_after(rejected)):
+                yield printable(text), "rejected"
+            if index >= num_accepted:
+                kind = "own"
             if piece := pieces.push(token):
-                yield printable(piece), all_accepted
-                all_accepted = True
+                yield printable(piece), kind
+                kind = "accepted"
     if rest := pieces.end():
-        yield printable(rest), all_accepted
+        yield printable(rest), kind
 
 
 def printable(text: str) -> str:
@@ -61,11 +74,12 @@ def printable(text: str) -> str:
 
 def view(tokenizer: Any, rows: Iterable[ViewRow], most_pieces: int | None = None) -> View:
     """Show rows. Without a tokenizer, tokens are shown as numbers."""
-    plain, page = [], [f"{_marked('accepted drafts', True)} {_marked('tokens of the target itself', False)}"]
+    legend = {"accepted drafts": "accepted", "rejected drafts": "rejected", "tokens of the target itself": "own"}
+    plain, page = [], [" ".join(_marked(*each) for each in legend.items())]
     for title, steps, prompt, eos in rows:
         text = islice(spans(TextPieces(tokenizer or TokenIds(), prompt, eos_token_id=eos), steps), most_pieces)
         groups = [("".join(piece for piece, _ in group), of) for of, group in groupby(text, key=lambda span: span[1])]
-        plain.append(f"{title}\n{''.join(part if accepted else f'[{part}]' for part, accepted in groups)}")
+        plain.append(f"{title}\n{''.join(_PLAIN[kind].format(part) for part, kind in groups)}")
         page += [title, "".join(_marked(*group) for group in groups)]
     shown = View("\n".join(plain))
     # The classes keep notebooks from reading dollars in a text as formulas.
@@ -80,5 +94,5 @@ def beginning(rows: Iterable[ViewRow]) -> str:
     return view(None, islice(rows, _MOST_ROWS), _MOST_PIECES).page + remark
 
 
-def _marked(text: str, is_accepted: bool) -> str:
-    return f'<span style="{_ACCEPTED if is_accepted else _OWN}">{html.escape(text)}</span>'
+def _marked(text: str, kind: Kind) -> str:
+    return f'<span style="{_STYLES[kind]}">{html.escape(text)}</span>'
