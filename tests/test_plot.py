@@ -15,7 +15,8 @@ pytest.importorskip("matplotlib")
 
 def test_lines_are_shares_of_all_that_was_verified() -> None:
     one, stats = torch.ones(1, dtype=torch.int64), GenerationStats(seeds=[])
-    output = GenerationOutput(one[None], one, one, stats, steps=[[RowStep(3, 2, 2)], [RowStep(1, 0, 2), RowStep(1, 0, 0)]])
+    steps = [[RowStep(3, 2, 2)], [RowStep(1, 0, 2), RowStep(1, 0, 0)]]
+    output = GenerationOutput(one[None], one, one, stats, steps=steps)
     completion = Completion(0, one, one, None, 1, "length", steps=[RowStep(2, 1, 4)])
     figure = plot.acceptance({"code": output, "both": [output, completion], "request": (completion,)})
     lines = [(line.get_label(), line.get_xdata().tolist(), line.get_ydata().tolist()) for line in figure.axes[0].lines]

@@ -94,7 +94,7 @@ class DecoderStep(nn.Module):
         seeds: Tensor,
         temperature: Tensor,
     ) -> Tensor:
-        """The arguments are the fields of `DecodeState`; the result is the step's record [B, 2 K+4] (`unpack_record`)."""
+        """The arguments are the fields of `DecodeState`; the result is the record [B, 2 K+4] (`unpack_record`)."""
         # While the module is exported, its buffers are others than those that the caches know.
         for index, layer in enumerate(self._layers):
             layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")

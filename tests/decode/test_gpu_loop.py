@@ -40,8 +40,8 @@ from torch_specops.drafts import (
     PEagle,
     PromptLookup,
     SuffixLookup,
+    feature,
 )
-from torch_specops.drafts import feature
 from torch_specops.hf import attention as grouped
 from torch_specops.hf import language_model
 from torch_specops.ops import attention

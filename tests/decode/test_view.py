@@ -34,7 +34,8 @@ def test_rows_and_requests_add_up_to_the_statistics() -> None:
     steps, output = steps_of("perturbed", 4, max_new_tokens=limits)
     for row in range(3):
         counts = [
-            (len(step.tokens[row]), step.num_accepted[row], step.num_proposed[row], step.rejected[row]) for step in steps
+            (len(step.tokens[row]), step.num_accepted[row], step.num_proposed[row], step.rejected[row])
+            for step in steps
         ]
         assert output.steps[row] == [each for each in counts if each[0] > 0]
     assert [sum(step.num_tokens for step in steps) for steps in output.steps] == limits
@@ -114,8 +115,8 @@ def coloured(page: str) -> list[list[tuple[str, str]]]:
 
 
 def test_accepted_drafts_and_own_tokens_look_different() -> None:
-    # The second byte of "é" is the target's own, and the smile was a draft; the last token is an eos, which has no text.
-    # The step of "&" was cut before its next token, and its rejected draft is not shown.
+    # The second byte of "é" is the target's own, and the smile was a draft; the last token is an eos without text. The
+    # step of "&" was cut before its next token, and its rejected draft is not shown.
     steps = [(5, 4, 4), (4, 4, 4), (1, 1, 9, 120), (1, 0, 1, ord("<"))]
     output = output_of([[*BYTES, 0], [120]], [steps, [(1, 0, 2, 121)]], "eos")
     view = output.show(austen())

@@ -29,8 +29,8 @@ from .state import DecodeState
 Choose = Callable[[Draft, Tensor], list[int]]
 # Takes a step's drafts. Returns the drafts to verify, and the bitmask that `verify_and_commit` takes.
 Masks = Callable[[Draft], tuple[Draft, Tensor]]
-# For each row: its emitted tokens, the number of accepted drafts and of proposed drafts, its first rejected draft or -1,
-# and whether it has ended.
+# For each row: its emitted tokens, the numbers of accepted and of proposed drafts, its first rejected draft or -1, and
+# whether it has ended.
 RowResults = tuple[list[list[int]], list[int], list[int], list[int], list[bool]]
 
 

@@ -1,5 +1,4 @@
-"""Shows which new tokens were accepted drafts, which are the target's own, and which drafts were rejected: in colour, or
-as plain text."""
+"""Shows which new tokens were accepted drafts, and which drafts were rejected: in colour, or as plain text."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any, Literal
 
 from .pieces import TextPieces
 
-# The tokens that a row emitted in a step, how many of them, the first ones, were accepted drafts, and the draft that was
-# rejected after these, or -1.
+# The tokens that a row emitted in a step, how many of them, the first ones, were accepted drafts, and the draft that the
+# target rejected after these, or -1.
 TokensOfStep = tuple[Sequence[int], int, int]
 # A row: its title, its steps, the prompt before them, and the tokens that are no text.
 ViewRow = tuple[str, Sequence[TokensOfStep], Sequence[int], Sequence[int]]
@@ -48,7 +47,7 @@ class View(str):
 
 
 def spans(pieces: TextPieces, steps: Iterable[TokensOfStep]) -> Iterator[tuple[str, Kind]]:
-    """The text of a row as it becomes certain, in pieces, with rejected drafts before the tokens in their place. A piece
+    """The text of a row as it becomes certain, in pieces. Rejected drafts come before the tokens in their place. A piece
     is "accepted" if all of its tokens were accepted drafts, and otherwise "own"."""
     kind: Kind = "accepted"
     for tokens, num_accepted, rejected in steps:
