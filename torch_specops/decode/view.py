@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from .pieces import TextPieces
 
-# The tokens that a row emitted in a step, how many of them, the first ones, were accepted drafts, and the draft that the
-# target rejected after these, or -1.
+# The tokens that a row emitted in a step, how many of them, the first ones, were accepted drafts, and the draft
+# that was rejected after these or -1.
 TokensOfStep = tuple[Sequence[int], int, int]
 # A row: its title, its steps, the prompt before them, and the tokens that are no text.
 ViewRow = tuple[str, Sequence[TokensOfStep], Sequence[int], Sequence[int]]
@@ -47,7 +47,7 @@ class View(str):
 
 
 def spans(pieces: TextPieces, steps: Iterable[TokensOfStep]) -> Iterator[tuple[str, Kind]]:
-    """The text of a row as it becomes certain, in pieces. Rejected drafts come before the tokens in their place. A piece
+    """The text of a row as it becomes certain, in pieces. A rejected draft comes before the token in its place. A piece
     is "accepted" if all of its tokens were accepted drafts, and otherwise "own"."""
     kind: Kind = "accepted"
     for tokens, num_accepted, rejected in steps:
@@ -73,8 +73,8 @@ def printable(text: str) -> str:
 
 def view(tokenizer: Any, rows: Iterable[ViewRow], most_pieces: int | None = None) -> View:
     """Show rows. Without a tokenizer, tokens are shown as numbers."""
-    legend = {"accepted drafts": "accepted", "rejected drafts": "rejected", "tokens of the target itself": "own"}
-    plain, page = [], [" ".join(_marked(*each) for each in legend.items())]
+    legend = _marked("accepted drafts", "accepted"), _marked("rejected drafts", "rejected")
+    plain, page = [], [" ".join((*legend, _marked("tokens of the target itself", "own")))]
     for title, steps, prompt, eos in rows:
         text = islice(spans(TextPieces(tokenizer or TokenIds(), prompt, eos_token_id=eos), steps), most_pieces)
         groups = [("".join(piece for piece, _ in group), of) for of, group in groupby(text, key=lambda span: span[1])]
