@@ -117,12 +117,12 @@ def coloured(page: str) -> list[list[tuple[str, str]]]:
 def test_accepted_drafts_and_own_tokens_look_different() -> None:
     # The second byte of "é" is the target's own, and the smile was a draft; the last token is an eos without text. The
     # step of "&" was cut before its next token, and its rejected draft is not shown.
-    steps = [(5, 4, 4), (4, 4, 4), (1, 1, 9, 120), (1, 0, 1, ord("<"))]
+    steps = [(5, 4, 4), (4, 4, 4), (1, 1, 9, 120), (1, 0, 1, ord("\n"))]
     output = output_of([[*BYTES, 0], [120]], [steps, [(1, 0, 2, 121)]], "eos")
     view = output.show(austen())
     assert str(view).split("\n") == [
         "row 0: 11 tokens in 4 steps, 9 of 18 drafts accepted, ended by eos",
-        "<b>[é]🙂&~~<~~",
+        "<b>[é]🙂&~~↵~~",
         "row 1: 1 tokens in 1 steps, 0 of 2 drafts accepted, ended by eos",
         "~~y~~",
     ]
@@ -131,7 +131,7 @@ def test_accepted_drafts_and_own_tokens_look_different() -> None:
         colour for colour, _ in re.findall(r'background: (#\w{8})[^"]*">(accepted|rejected|tokens)', page)
     )
     assert len({green, red, yellow}) == 3 and red == RED
-    assert coloured(page) == [[(green, "<b>"), (yellow, "é"), (green, "🙂&"), (red, "<")], [(red, "y")]]
+    assert coloured(page) == [[(green, "<b>"), (yellow, "é"), (green, "🙂&"), (red, "↵")], [(red, "y")]]
     assert "<b>" not in page and repr(view) == str(view)
     # A model may write what a terminal obeys.
     assert str(output_of([[27]], [[(1, 0, 0)]], "length").show(austen())).endswith("[\ufffd]")

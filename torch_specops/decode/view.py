@@ -53,7 +53,8 @@ def spans(pieces: TextPieces, steps: Iterable[TokensOfStep]) -> Iterator[tuple[s
     for tokens, num_accepted, rejected in steps:
         for index, token in enumerate(tokens):
             if index == num_accepted and rejected >= 0 and (text := pieces.text_after(rejected)):
-                yield printable(text), "rejected"
+                # A line break would move the text after it.
+                yield printable(text).replace("\n", "↵"), "rejected"
             if index >= num_accepted:
                 kind = "own"
             if piece := pieces.push(token):
