@@ -13,7 +13,7 @@ from .. import checks
 from ..models.base import LanguageModel, Part, static_tensors_of
 from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, proposal_of, proposes_on_host, readable_lengths
+from .base import Draft, DraftSource, keeps_states, proposal_of, proposes_on_host, readable_lengths
 from .feature import FeatureDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import SampledDraft, as_draft_source
@@ -234,7 +234,7 @@ class LookupElse(SampledDraft):
 
     @property
     def _keeps_states(self) -> bool:
-        return _keeps_states(self.other)
+        return keeps_states(self.other)
 
     def _look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """The looked-up drafts [B, K]; -1 where there are none."""
@@ -259,8 +259,3 @@ class LookupElse(SampledDraft):
                 lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
-
-
-def _keeps_states(part: Part) -> bool:
-    """Whether a model inside a source keeps a recurrent state."""
-    return (isinstance(part, LanguageModel) and part.keeps_states) or any(map(_keeps_states, part.inside))
