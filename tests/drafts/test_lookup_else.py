@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_laws import TABLES, TARGET, V, first_tokens, p_values, pair_laws
-from tiny_loops import DRAFTS, ByTurns, Pauses, decode, expected_rows, new_tokens
+from tiny_loops import DRAFTS, ByTurns, Given, Pauses, decode, expected_rows, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, shared_tiny
 from torch import Tensor
 
@@ -134,6 +135,23 @@ def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypat
     assert len(both) >= 4 and both == {place: alone[place] for place in both}
 
 
+class InOneGraph(LookupElse):
+    """Its steps do not read lengths, as traced ones."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        with mock.patch.object(lookup_else_module, "is_eager_cpu", return_value=False):
+            return super().propose(*arguments)
+
+
+def test_one_graph_leaves_no_cache_behind() -> None:
+    """After more steps without drafts than a step has drafts; the model catches up between the steps."""
+    alone, found = drafts_alone("model"), dict[tuple[int, int], int]()
+    draft = InOneGraph(recorded(OTHERS["model"](), found), min_match=9, num_other_tokens=2)
+    decode(draft, 2, schedule=Given([0, 0, 0, 0, 2]))
+    both = {place: token for place, token in found.items() if place in alone}
+    assert len(both) >= 4 and both == {place: alone[place] for place in both}
+
+
 def test_auto_hears_what_each_source_drafted() -> None:
     schedule = ByTurns(6)
     draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
@@ -163,6 +181,15 @@ def test_a_schedule_with_another_plan_plans_both_sources() -> None:
             return [0] * len(step.texts)
 
     assert decode("lookup else", 3, schedule=Nothing(3), compile=False).stats.num_proposed == 0
+
+
+def test_a_draft_of_features_catches_up_as_it_drafts() -> None:
+    """It reads all new features in the first forward of a step, so catching up costs no other."""
+    schedule, other = ByTurns(6), Eagle3(trained_head())
+    other.catch_up = None  # type: ignore[assignment, method-assign]
+    draft = LookupElse(other, min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
+    assert new_tokens(decode(draft, 6, schedule=schedule)) == expected_rows()
+    assert not any(step.caught_up for step in schedule.reports)
 
 
 def test_the_time_of_steps_includes_lookups_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ class LookupElse(SampledDraft):
     _chosen: tuple[Tensor, int] | None = None
     # Whether `other` read tokens of earlier steps in the last `propose`.
     caught_up = False
+    # Whether the last `propose` since `start` ran eagerly on a CPU.
+    _is_eager = False
     _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "_target")
 
     def __init__(
@@ -144,7 +146,7 @@ class LookupElse(SampledDraft):
         self.lookup.start(tokens, lengths, capacity, inputs)
         self.other.start(tokens, readable_lengths(self.other, tokens, lengths), capacity, inputs)
         self._num_read, self._last_lengths = torch.full_like(lengths, ALL_READ), torch.zeros_like(lengths)
-        self._chosen = None
+        self._chosen, self._is_eager = None, False
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         self.lookup.restart(tokens, lengths, rows)
@@ -166,13 +168,13 @@ class LookupElse(SampledDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # Inside a hierarchical draft, the sequence of an unfinished row may be as long as before.
         self._last_lengths = torch.zeros_like(lengths)
+        if self.can_choose and self._is_eager:
+            # `propose` lets `other` read these tokens when it next asks it.
+            self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
+            return
         ends = readable_lengths(self.other, tokens, lengths)
         if isinstance(self.other, FeatureDraft):
             self.other.catch_up(tokens, ends, num_steps)
-            return
-        if self.can_choose and is_eager_cpu(lengths):
-            # `propose` lets `other` read these tokens when it next asks it.
-            self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
             return
         # The step before these steps may have verified K looked-up drafts, which `other` has not read.
         num_unread = num_steps + self._most_drafts - 1
@@ -195,7 +197,7 @@ class LookupElse(SampledDraft):
             found = found[:, :num_draft_tokens]
         is_found = found[:, :1] >= 0
         is_host = is_eager_cpu(lengths)
-        is_eager = is_host and self._shape is None
+        self._is_eager = is_eager = is_host and self._shape is None
         num_unread = self._most_drafts - 1
         if is_host:
             num_read = torch.minimum(self._num_read, lengths - 2)
