@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -181,6 +182,43 @@ def test_a_schedule_with_another_plan_plans_both_sources() -> None:
             return [0] * len(step.texts)
 
     assert decode("lookup else", 3, schedule=Nothing(3), compile=False).stats.num_proposed == 0
+
+
+class Planning(Auto):
+    """Plans the two sources by a function of the step."""
+
+    def __init__(self, plan: Callable[[NextStep], Any]) -> None:
+        super().__init__(3)
+        self.plan_sources = plan  # type: ignore[method-assign]
+
+
+def test_plans_of_two_sources_are_checked() -> None:
+    wrong = "schedule: expected from Planning.plan_sources one number for each text, from 0 to "
+    cases = [
+        (([1, 1], [False] * 3), ValueError, re.escape(wrong + "[2, 2, 2], got [1, 1]")),
+        (([0, 3, 0], [False] * 3), ValueError, re.escape(wrong + "[2, 2, 2], got [0, 3, 0]")),
+        (([0, 0, 2], [False, True, True]), ValueError, re.escape(wrong + "[2, 0, 0], got [0, 0, 2]")),
+        (([0.5, 0, 0], [False] * 3), ValueError, re.escape(wrong + "[2, 2, 2], got [0.5, 0, 0]")),
+        (([0, 0, 0], [True]), ValueError, "schedule: .* one bool for each text, got \\[True\\]"),
+        (([0, 0, 0], [1, 1, 1]), ValueError, "schedule: .* one bool for each text, got \\[1, 1, 1\\]"),
+    ]
+    draft = LookupElse(PairModel(TARGET), min_match=9, num_other_tokens=2)
+    options: dict[str, Any] = {"target": PairModel(TARGET), "prompts": [[1], [2], [3]], "inputs": None}
+    assert raised(lambda plan: decode(draft, 3, schedule=Planning(lambda step: plan), **options), cases) == []
+
+
+def test_the_schedule_is_offered_what_may_be_verified() -> None:
+    """Not the placeholder of an image, nor what comes after it."""
+    target, offered = PairModel(TARGET), []
+    target.undrafted = (3,)
+
+    def plan(step: NextStep) -> tuple[list[int], list[bool]]:
+        offered.append(step.offered)
+        return [0] * 2, [False] * 2
+
+    draft = LookupElse(PairModel(TARGET), min_match=1)
+    decode(draft, 3, target=target, schedule=Planning(plan), prompts=[[1, 3, 2, 1], [1, 2, 3, 1]], inputs=None)
+    assert offered[0] == [0, 1]
 
 
 def test_a_draft_of_features_catches_up_as_it_drafts() -> None:

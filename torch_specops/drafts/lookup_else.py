@@ -55,7 +55,7 @@ class LookupElse(SampledDraft):
     compiles_itself = True
     _most_drafts = 0
     # `bind` sets it before every `start`.
-    _target: LanguageModel
+    target: LanguageModel
     # [B], used on a CPU only: the number of tokens of each row that `other` has read, and the lengths that the last
     # `propose` got.
     _num_read: Tensor
@@ -66,7 +66,7 @@ class LookupElse(SampledDraft):
     caught_up = False
     # Whether the last `propose` since `start` ran eagerly on a CPU.
     _is_eager = False
-    _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "_target")
+    _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "target")
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class LookupElse(SampledDraft):
         return self.other.can_restart
 
     def bind(self, target: LanguageModel) -> None:
-        self._target = target
+        self.target = target
         self.other.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
@@ -245,7 +245,7 @@ class LookupElse(SampledDraft):
     def _ask_other(
         self, tokens: Tensor, lengths: Tensor, count: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
+        return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self.target.vocab_size)
 
     def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
         """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded or cut to K."""
