@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,7 +37,10 @@ from torch_specops.drafts import (
     SuffixLookup,
 )
 from torch_specops.drafts import lookup_else as lookup_else_module
-from torch_specops.schedules import Auto, NextStep
+from torch_specops.schedules import Auto, NextStep, PastStep
+
+# Of the two sources, where a schedule chooses.
+TRIALS = 2_000
 
 
 def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
@@ -52,6 +56,47 @@ class ByTheDrawnToken(LookupElse):
     def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
         is_chosen = (found[:, :1] >= 0) & (found[:, :1] != drawn.tokens[:, :1])
         return super()._mixed(torch.where(is_chosen, found, -1), drawn)
+
+
+class Flipped(LookupElse):
+    """Takes looked-up drafts for sampled ones, and sampled ones for looked-up ones."""
+
+    def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
+        draft = super()._mixed(found, drawn)
+        assert draft.is_one_hot is not None
+        return replace(draft, is_one_hot=~draft.is_one_hot)
+
+
+class Paying(Auto):
+    """Drafts of both sources pay: they have cost nothing so far, and no row waits for another. Those of the second were
+    mostly wrong, so that the first is chosen in many rows."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.chosen: list[tuple[list[int], list[bool]]] = []
+        for count, is_looked_up, rows in ((0, True, 1), (0, True, 1), (2, True, TRIALS), *[(2, False, 1)] * 40):
+            step = NextStep([0] * rows, [2] * rows, [3] * rows, TRIALS, num_others=2)
+            num_others, nothing = 0 if is_looked_up else count, [0] * rows
+            past = PastStep(step, [count] * rows, nothing, num_others, seconds=1.0, is_looked_up=[is_looked_up] * rows)
+            self.learn(past)
+
+    def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
+        self.chosen.append(super().plan_sources(replace(step, is_refilled=True)))
+        return self.chosen[-1]
+
+
+def test_auto_with_two_sources_keeps_the_law(report: Report) -> None:
+    for kind in (LookupElse, Flipped):
+        schedule, target = Paying(), PairModel(TARGET)
+        options: dict[str, Any] = {"trials": TRIALS, "schedule": schedule}
+        found = p_values(first_tokens(target, over_a_close_model(kind), 2, **options), pair_laws(TARGET))
+        if kind is Flipped:
+            expect_caught(report, "loop, auto with flipped sources", found)
+        else:
+            expect_laws(report, "loop, auto with two sources", found)
+        # Both sources are chosen in one step.
+        num_chosen = [Counter(first for count, first in zip(*plan, strict=True) if count) for plan in schedule.chosen]
+        assert max(min(each[True], each[False]) for each in num_chosen) > TRIALS // 10
 
 
 @pytest.mark.parametrize("verify", ["exact", "block"])
