@@ -335,7 +335,6 @@ def test_lookup_else_gives_the_text_of_its_seed_in_any_batch(kind: str, num_draf
 
 def test_lookup_else_follows_its_parts() -> None:
     target = PairModel(TABLES["close"])
-    target.undrafted = (3,)
     short = PairModel(TABLES["close"])
     short.max_length = 5
     lookup = SuffixLookup(min_ngram=1, max_ngram=4)
@@ -351,6 +350,7 @@ def test_lookup_else_follows_its_parts() -> None:
     # The second row has no drafts, because the model cannot read six tokens.
     assert proposal.tokens.tolist() == [[3, 1, 2, 3], [-1] * 4, [1, 0, 1, 0]]
     # The loop leaves out token 3, the placeholder of an image, in a looked-up row, but not in a sampled one.
+    target.undrafted = (3,)
     proposal = replace(proposal, is_one_hot=torch.tensor([True, False, False]))
     state: Any = SimpleNamespace(lengths=lengths, limits=lengths + 9, finished=lengths == 0)
     for drafts, num_proposed in (([1, 3, 1, 2], [1, 0, 4]), ([1, 2, 1, 2], [4, 0, 4])):

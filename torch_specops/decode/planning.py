@@ -13,7 +13,6 @@ from ..drafts import Draft, DraftSource, LookupElse
 from ..schedules import Auto, NextStep, PastStep, Schedule
 from .rows import Row
 from .state import DecodeState
-from .step import checked_drafts
 
 
 @dataclass
@@ -113,8 +112,9 @@ class Planner:
         """Look up drafts, then plan the step and choose the source of each row's drafts."""
         assert isinstance(self._schedule, Auto)
         most = min(max(step.asked.rooms), max(self._schedule.buckets))
-        found, num_found = checked_drafts(draft.look_up(state.tokens, state.lengths, most), state, draft.target)
-        offered, matches = num_found[step.active].tolist(), found.matches
+        found = draft.look_up(state.tokens, state.lengths, most)
+        offered = (found.tokens >= 0).cumprod(1).sum(1)[step.active].tolist()
+        matches = found.matches
         step.asked = replace(
             step.asked,
             offered=offered,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -55,7 +56,7 @@ class LookupElse(SampledDraft):
     compiles_itself = True
     _most_drafts = 0
     # `bind` sets it before every `start`.
-    target: LanguageModel
+    _target: LanguageModel
     # [B], used on a CPU only: the number of tokens of each row that `other` has read, and the lengths that the last
     # `propose` got.
     _num_read: Tensor
@@ -66,7 +67,7 @@ class LookupElse(SampledDraft):
     caught_up = False
     # Whether the last `propose` since `start` ran eagerly on a CPU.
     _is_eager = False
-    _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "target")
+    _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "_target")
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class LookupElse(SampledDraft):
         return self.other.can_restart
 
     def bind(self, target: LanguageModel) -> None:
-        self.target = target
+        self._target = target
         self.other.bind(target)
 
     def expect(self, num_draft_tokens: int) -> None:
@@ -226,8 +227,11 @@ class LookupElse(SampledDraft):
         return self._shape is None and not (self.looks_up or self._keeps_states)
 
     def look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Draft:
-        """The drafts of the lookup."""
-        return self.lookup.propose(tokens, lengths, num_draft_tokens)
+        """The drafts of the lookup, with -1 for tokens that the target does not verify as such."""
+        found = self.lookup.propose(tokens, lengths, num_draft_tokens)
+        for token in self._target.undrafted:
+            found = replace(found, tokens=found.tokens.masked_fill(found.tokens == token, -1))
+        return found
 
     def choose(self, found: Tensor, num_other_tokens: int) -> None:
         """Choose the drafts of the next `propose`: `found` [B, K], and where this is -1, `num_other_tokens` drafts of
@@ -245,7 +249,7 @@ class LookupElse(SampledDraft):
     def _ask_other(
         self, tokens: Tensor, lengths: Tensor, count: int, sampling: SamplingTensors, seeds: Tensor
     ) -> Draft:
-        return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self.target.vocab_size)
+        return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
 
     def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
         """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded or cut to K."""
