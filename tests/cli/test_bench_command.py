@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_cli import TEXT, bench, run
+from tiny_gemma4 import can_be_built, tiny_gemma4
 from tiny_models import raised
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -21,7 +23,7 @@ from torch_specops.cli import loading, models, options, plot, providers, results
 from torch_specops.cli.comparison import Case, Comparison, Run, padded
 from torch_specops.cli.prompts import read_questions
 from torch_specops.decode import SpeculativeDecoder
-from torch_specops.drafts import EarlyExit, LookupElse, PromptLookup
+from torch_specops.drafts import EarlyExit, Gemma4Assistant, LookupElse, PromptLookup
 from torch_specops.sampling import SamplingParams
 
 GENERATE = "transformers generate"
@@ -184,6 +186,23 @@ def test_bench_providers_decode_past_an_eos(target: str, tmp_path: Path) -> None
     # Ours first, because transformers' provider takes the eos from the model's generation config.
     texts = [way.decode(*batch, 9, greedy, 0).tokens for way in reversed(ways)]
     assert len(texts[0][0]) == 9 and texts == texts[:1] * 3
+
+
+@can_be_built
+def test_bench_drafts_with_a_gemma4_assistant(target: str, tmp_path: Path) -> None:
+    tokenizer, folders = loading.load_tokenizer(target), [str(tmp_path / name) for name in ("target", "assistant")]
+    for model, folder in zip(tiny_gemma4(len(tokenizer)), folders, strict=True):
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folders[0])
+    console, cpu = Console(file=io.StringIO()), torch.device("cpu")
+    found, _ = models.load_models(console, folders[0], f"lookup-else:{folders[1]}", cpu)
+    assert isinstance(found.draft, LookupElse) and isinstance(found.draft.other, Gemma4Assistant)
+    assert models.num_assisted_tokens(found.draft, None) == 4
+    batch, greedy = padded([models.encode(tokenizer, TEXT)[0]], found.target), SamplingParams(temperature=0.0)
+    ways = providers.make_providers(replace(found, draft=found.draft.other), 4)
+    assert [way.name for way in ways] == [GENERATE, "transformers assisted, K = 4", *OURS]
+    texts = [way.decode(*batch, 6, greedy, 0).tokens for way in ways]
+    assert texts == texts[:1] * 4
 
 
 def test_bench_without_refused_assisted_generation(

@@ -14,8 +14,9 @@ import pytest
 import torch
 from grammar_libraries import EOS, LIBRARIES, TEXTS, compiled
 from tiny_grammars import Allowing, by_turns
-from tiny_loops import DRAFTS, GREEDY, LENGTH, Pauses, decode, expected_rows, new_tokens, steps_of, streamed
-from tiny_models import PROMPTS, VOCAB, TracedPairs, padded, raised, random_table, shared_tiny
+from tiny_hybrids import tiny_hybrid
+from tiny_loops import DRAFTS, GREEDY, LENGTH, Pauses, Recording, decode, expected_rows, new_tokens, steps_of, streamed
+from tiny_models import PROMPTS, VOCAB, TracedPairs, padded, perturbed, raised, random_table, shared_tiny
 from tiny_requests import in_order, texts
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -24,7 +25,7 @@ from xgrammar.contrib.hf import LogitsProcessor
 import torch_specops
 from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import grammar as grammar_module
-from torch_specops.drafts import PromptLookup
+from torch_specops.drafts import ModelDraft, PromptLookup
 
 # Long enough for the limit, and short enough for an eos.
 REGEX = r"[a-f]{3,9}(: (true|10+))?"
@@ -108,6 +109,36 @@ def test_forced_tokens_need_no_draft(draft: str) -> None:
     output = decode(draft, 2, prompts=PROMPTS[1:2], grammar=grammar, eos_token_id=())
     assert output.stats.num_steps <= LENGTH - LENGTH // 4 + 1
     assert output.new_tokens(0)[3::4] == [11, 12, 13, 11, 12]
+
+
+class Recorder(Recording, ModelDraft):
+    def restart(self, *arguments: Any) -> None:
+        """A source with a `start`, as a recorder has, needs one."""
+
+
+def in_runs(text: tuple[int, ...]) -> list[int]:
+    """Three of seven tokens are forced."""
+    return [11 + len(text)] if len(text) % 7 > 3 else list(range(VOCAB))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("kind", "is_compiled"), [("llama", False), ("llama", True), ("qwen3_5_text", False)])
+def test_a_draft_model_reads_forced_tokens(kind: str, is_compiled: bool) -> None:
+    """With "gumbel" they replace its drafts. Later drafts are those of a model that has read the text alone."""
+    target = shared_tiny("llama") if kind == "llama" else tiny_hybrid(kind)
+    model, grammars = perturbed(target), [Allowing(in_runs) for _ in PROMPTS]
+    options: dict[str, Any] = {"num_draft_tokens": 4, "verify": "gumbel", "sampling": GREEDY}
+    decoder = SpeculativeDecoder(target, draft := Recorder(model), compile=is_compiled, **options)
+    input_ids, mask = padded(PROMPTS, "left")
+    with torch.compiler.set_stance("force_eager"):
+        decoder.generate(input_ids, attention_mask=mask, max_new_tokens=24, grammar=grammars, eos_token_id=())
+    checked = 0
+    for tokens, lengths, proposed in draft.seen:
+        for row, length in enumerate(lengths.tolist()):
+            checked += length > len(PROMPTS[row]) + 7
+            text = tokens[row : row + 1, :length]
+            assert int(proposed.tokens[row, 0]) == int(model(text).logits[0, -1].argmax()), (row, length)
+    assert checked > 5
 
 
 def test_grammar_is_not_asked_after_an_end() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_laws import TABLES, TARGET, V, first_tokens, p_values, pair_laws
-from tiny_loops import DRAFTS, ByTurns, Pauses, decode, expected_rows, new_tokens
+from tiny_loops import DRAFTS, ByTurns, Given, Pauses, decode, expected_rows, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, shared_tiny
 from torch import Tensor
 
@@ -34,7 +37,10 @@ from torch_specops.drafts import (
     SuffixLookup,
 )
 from torch_specops.drafts import lookup_else as lookup_else_module
-from torch_specops.schedules import Auto, NextStep
+from torch_specops.schedules import Auto, NextStep, PastStep
+
+# Of the two sources, where a schedule chooses.
+TRIALS = 2_000
 
 
 def over_a_close_model(kind: type[LookupElse] = LookupElse) -> LookupElse:
@@ -50,6 +56,47 @@ class ByTheDrawnToken(LookupElse):
     def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
         is_chosen = (found[:, :1] >= 0) & (found[:, :1] != drawn.tokens[:, :1])
         return super()._mixed(torch.where(is_chosen, found, -1), drawn)
+
+
+class Flipped(LookupElse):
+    """Takes looked-up drafts for sampled ones, and sampled ones for looked-up ones."""
+
+    def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
+        draft = super()._mixed(found, drawn)
+        assert draft.is_one_hot is not None
+        return replace(draft, is_one_hot=~draft.is_one_hot)
+
+
+class Paying(Auto):
+    """Drafts of both sources pay: they have cost nothing so far, and no row waits for another. Those of the second were
+    mostly wrong, so that the first is chosen in many rows."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.chosen: list[tuple[list[int], list[bool]]] = []
+        for count, is_looked_up, rows in ((0, True, 1), (0, True, 1), (2, True, TRIALS), *[(2, False, 1)] * 40):
+            step = NextStep([0] * rows, [2] * rows, [3] * rows, TRIALS, num_others=2)
+            num_others, nothing = 0 if is_looked_up else count, [0] * rows
+            past = PastStep(step, [count] * rows, nothing, num_others, seconds=1.0, is_looked_up=[is_looked_up] * rows)
+            self.learn(past)
+
+    def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
+        self.chosen.append(super().plan_sources(replace(step, is_refilled=True)))
+        return self.chosen[-1]
+
+
+def test_auto_with_two_sources_keeps_the_law(report: Report) -> None:
+    for kind in (LookupElse, Flipped):
+        schedule, target = Paying(), PairModel(TARGET)
+        options: dict[str, Any] = {"trials": TRIALS, "schedule": schedule}
+        found = p_values(first_tokens(target, over_a_close_model(kind), 2, **options), pair_laws(TARGET))
+        if kind is Flipped:
+            expect_caught(report, "loop, auto with flipped sources", found)
+        else:
+            expect_laws(report, "loop, auto with two sources", found)
+        # Both sources are chosen in one step.
+        num_chosen = [Counter(first for count, first in zip(*plan, strict=True) if count) for plan in schedule.chosen]
+        assert max(min(each[True], each[False]) for each in num_chosen) > TRIALS // 10
 
 
 @pytest.mark.parametrize("verify", ["exact", "block"])
@@ -134,6 +181,23 @@ def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypat
     assert len(both) >= 4 and both == {place: alone[place] for place in both}
 
 
+class InOneGraph(LookupElse):
+    """Its steps do not read lengths, as traced ones."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        with mock.patch.object(lookup_else_module, "is_eager_cpu", return_value=False):
+            return super().propose(*arguments)
+
+
+def test_one_graph_leaves_no_cache_behind() -> None:
+    """After more steps without drafts than a step has drafts; the model catches up between the steps."""
+    alone, found = drafts_alone("model"), dict[tuple[int, int], int]()
+    draft = InOneGraph(recorded(OTHERS["model"](), found), min_match=9, num_other_tokens=2)
+    decode(draft, 2, schedule=Given([0, 0, 0, 0, 2]))
+    both = {place: token for place, token in found.items() if place in alone}
+    assert len(both) >= 4 and both == {place: alone[place] for place in both}
+
+
 def test_auto_hears_what_each_source_drafted() -> None:
     schedule = ByTurns(6)
     draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
@@ -163,6 +227,52 @@ def test_a_schedule_with_another_plan_plans_both_sources() -> None:
             return [0] * len(step.texts)
 
     assert decode("lookup else", 3, schedule=Nothing(3), compile=False).stats.num_proposed == 0
+
+
+class Planning(Auto):
+    """Plans the two sources by a function of the step."""
+
+    def __init__(self, plan: Callable[[NextStep], Any]) -> None:
+        super().__init__(3)
+        self.plan_sources = plan  # type: ignore[method-assign]
+
+
+def test_plans_of_two_sources_are_checked() -> None:
+    wrong = "schedule: expected from Planning.plan_sources one number for each text, from 0 to "
+    cases = [
+        (([1, 1], [False] * 3), ValueError, re.escape(wrong + "[2, 2, 2], got [1, 1]")),
+        (([0, 3, 0], [False] * 3), ValueError, re.escape(wrong + "[2, 2, 2], got [0, 3, 0]")),
+        (([0, 0, 2], [False, True, True]), ValueError, re.escape(wrong + "[2, 0, 0], got [0, 0, 2]")),
+        (([0.5, 0, 0], [False] * 3), ValueError, re.escape(wrong + "[2, 2, 2], got [0.5, 0, 0]")),
+        (([0, 0, 0], [True]), ValueError, "schedule: .* one bool for each text, got \\[True\\]"),
+        (([0, 0, 0], [1, 1, 1]), ValueError, "schedule: .* one bool for each text, got \\[1, 1, 1\\]"),
+    ]
+    draft = LookupElse(PairModel(TARGET), min_match=9, num_other_tokens=2)
+    options: dict[str, Any] = {"target": PairModel(TARGET), "prompts": [[1], [2], [3]], "inputs": None}
+    assert raised(lambda plan: decode(draft, 3, schedule=Planning(lambda step: plan), **options), cases) == []
+
+
+def test_the_schedule_is_offered_what_may_be_verified() -> None:
+    """Not the placeholder of an image, nor what comes after it."""
+    target, offered = PairModel(TARGET), []
+    target.undrafted = (3,)
+
+    def plan(step: NextStep) -> tuple[list[int], list[bool]]:
+        offered.append(step.offered)
+        return [0] * 2, [False] * 2
+
+    draft = LookupElse(PairModel(TARGET), min_match=1)
+    decode(draft, 3, target=target, schedule=Planning(plan), prompts=[[1, 3, 2, 1], [1, 2, 3, 1]], inputs=None)
+    assert offered[0] == [0, 1]
+
+
+def test_a_draft_of_features_catches_up_as_it_drafts() -> None:
+    """It reads all new features in the first forward of a step, so catching up costs no other."""
+    schedule, other = ByTurns(6), Eagle3(trained_head())
+    other.catch_up = None  # type: ignore[assignment, method-assign]
+    draft = LookupElse(other, min_match=1, lookup=Known(min_ngram=1), num_other_tokens=4)
+    assert new_tokens(decode(draft, 6, schedule=schedule)) == expected_rows()
+    assert not any(step.caught_up for step in schedule.reports)
 
 
 def test_the_time_of_steps_includes_lookups_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +335,6 @@ def test_lookup_else_gives_the_text_of_its_seed_in_any_batch(kind: str, num_draf
 
 def test_lookup_else_follows_its_parts() -> None:
     target = PairModel(TABLES["close"])
-    target.undrafted = (3,)
     short = PairModel(TABLES["close"])
     short.max_length = 5
     lookup = SuffixLookup(min_ngram=1, max_ngram=4)
@@ -241,6 +350,7 @@ def test_lookup_else_follows_its_parts() -> None:
     # The second row has no drafts, because the model cannot read six tokens.
     assert proposal.tokens.tolist() == [[3, 1, 2, 3], [-1] * 4, [1, 0, 1, 0]]
     # The loop leaves out token 3, the placeholder of an image, in a looked-up row, but not in a sampled one.
+    target.undrafted = (3,)
     proposal = replace(proposal, is_one_hot=torch.tensor([True, False, False]))
     state: Any = SimpleNamespace(lengths=lengths, limits=lengths + 9, finished=lengths == 0)
     for drafts, num_proposed in (([1, 3, 1, 2], [1, 0, 4]), ([1, 2, 1, 2], [4, 0, 4])):

@@ -232,7 +232,7 @@ class ByTurns(Auto):
         # Lookups alone, no drafts, the other source alone, and rows with either.
         is_looked_up = [turn < 3 or (turn > 5 and row % 2 == 0) for row in range(num_rows)]
         counts = [
-            0 if turn in (2, 3) else min(room, offered if first else step.num_others)
+            0 if turn in (2, 3) else min(room, self.buckets[-1], offered if first else step.num_others)
             for room, offered, first in zip(step.rooms, step.offered, is_looked_up, strict=True)
         ]
         return counts, is_looked_up

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,10 +49,16 @@ def load_model(
     Raises:
         ValueError: the model does not exist or cannot be read; the message is one line.
     """
-    model = _load(option, "AutoModelForCausalLM", name, dtype=torch.float32)
+    model = load_module(name, device, option)
     from ..hf import language_model
 
-    return language_model(model.to(device))
+    return language_model(model)
+
+
+def load_module(name: str | os.PathLike[str], device: str | torch.device, option: str) -> nn.Module:
+    """As `load_model`, without the adapter around the model."""
+    model: nn.Module = _load(option, "AutoModelForCausalLM", name, dtype=torch.float32)
+    return model.to(device)
 
 
 def load_tokenizer(name: str | os.PathLike[str], option: str = "tokenizer") -> Tokenizer:

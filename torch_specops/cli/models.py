@@ -19,6 +19,7 @@ from ..drafts import (
     DraftSource,
     Eagle3,
     EarlyExit,
+    Gemma4Assistant,
     LookupElse,
     NGram,
     PEagle,
@@ -35,6 +36,7 @@ from .loading import (
     import_transformers,
     is_folder,
     load_model,
+    load_module,
     load_tokenizer,
     read_text,
     smollm2_directory,
@@ -179,7 +181,11 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         mtp = MTP.from_pretrained(target)
         return Models(target, mtp, lambda count: {"use_mtp": True} if count == depth else None)
     smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
-    return Models(target, smaller, lambda count: {"assistant_model": smaller})
+    # transformers takes seconds to import.
+    from ..hf.gemma4_assistant import is_gemma4_assistant
+
+    own: DraftSource | nn.Module = Gemma4Assistant(smaller) if is_gemma4_assistant(smaller) else smaller
+    return Models(target, own, lambda count: {"assistant_model": smaller})
 
 
 def _number_after(prefix: str, what: str, draft: str) -> int:
@@ -190,13 +196,20 @@ def _number_after(prefix: str, what: str, draft: str) -> int:
 
 
 def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -> nn.Module:
-    model, own_tokenizer = load_model(name, target.device, "draft"), load_tokenizer(name, "draft")
-    if model.vocab_size != target.vocab_size or own_tokenizer.get_vocab() != tokenizer.get_vocab():
+    """A model with the target's tokens, or a Gemma 4 assistant, of which `Gemma4Assistant` compares the sizes."""
+    from ..hf import language_model
+    from ..hf.gemma4_assistant import is_gemma4_assistant
+
+    model = load_module(name, target.device, "draft").to(target.model.dtype)
+    if is_gemma4_assistant(model):
+        return model
+    vocab_size, own_tokenizer = language_model(model).vocab_size, load_tokenizer(name, "draft")
+    if vocab_size != target.vocab_size or own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"draft: expected a model with the target's tokens ({target.vocab_size} logits, {len(tokenizer)} tokens), "
-            f"got other tokens ({model.vocab_size} logits, {len(own_tokenizer)} tokens)"
+            f"got other tokens ({vocab_size} logits, {len(own_tokenizer)} tokens)"
         )
-    return model.model.to(target.model.dtype)
+    return model
 
 
 def _loading(console: Console, name: str) -> AbstractContextManager[object]:

@@ -52,7 +52,7 @@ Draft = Annotated[
         f"'{DFLASH}FOLDER' a DFlash or DSpark drafter; '{OWN_MTP}' are the MTP layers in the target's checkpoint; "
         f"'{INT8}' is a quantised copy of the target (needs torchao); '{LOOKUP_ELSE}NAME' copies where four tokens "
         "match, and uses the draft NAME elsewhere; or name a smaller model with the same tokens, such as "
-        f"'{AUSTEN_DRAFT}' for '{AUSTEN}'.",
+        f"'{AUSTEN_DRAFT}' for '{AUSTEN}', or the assistant of a Gemma 4 target.",
     ),
 ]
 NumDraftTokens = Annotated[
@@ -61,7 +61,7 @@ NumDraftTokens = Annotated[
         metavar="K",
         help="How many tokens the draft guesses per step.",
         show_default=f"10 for {PROMPT_LOOKUP}, {SUFFIX_LOOKUP} and {LOOKUP_ELSE}NAME, their own with P-EAGLE, "
-        "DFlash and MTP, 2 otherwise",
+        "DFlash, MTP and Gemma 4 assistants, 2 otherwise",
     ),
 ]
 Schedule = Annotated[

@@ -62,6 +62,9 @@ def make_providers(
 ) -> list[Provider]:
     """`schedule`, `verify`, `compile` and `invariant` are for this package. `assisted_tokens` is K of transformers'
     assisted generation; None = the same K. Without `models.assistance`, assisted generation is left out."""
+    # transformers takes seconds to import.
+    from ..hf.gemma4_assistant import is_gemma4_assistant
+
     target = models.target.model
     providers = [_transformers(GENERATE, target, {}, {})]
     count = assisted_tokens or num_draft_tokens
@@ -74,7 +77,9 @@ def make_providers(
         }
         name = f"{ASSISTED}, K = {count}"
         providers.append(_transformers(name, target, fields, same_number))
-        if not fields.keys() & {"prompt_lookup_num_tokens", "use_mtp"}:
+        # transformers has no K of its own for an assistant of Gemma 4.
+        is_assistant = is_gemma4_assistant(fields.get("assistant_model"))
+        if not (is_assistant or fields.keys() & {"prompt_lookup_num_tokens", "use_mtp"}):
             providers.append(_transformers(f"{ASSISTED}, own K", target, fields, {}))
     options = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile, "invariant": invariant}
     providers.append(_own(PLAIN, target, None, options))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafts import Draft, DraftSource
-from ..drafts.base import readable_lengths
+from ..drafts.base import keeps_states, readable_lengths
 from ..models.base import FeatureModel, LanguageModel, feature_model, readable_length
 from ..models.reading import begin_texts, read_beginnings, read_texts
 from ..ops.tracing import normal_tensors
@@ -338,8 +338,10 @@ class Batch:
     def _masks(self, is_compiled: bool, proposal: Draft) -> tuple[Draft, Tensor]:
         """Return the drafts to verify and their bitmask; `StepPlan.masks` calls this."""
         # `tolist` waits for the drafts, and therefore for the previous step.
-        drafts, num_draft_tokens = proposal.tokens.tolist(), proposal.tokens.shape[1]
-        deterministic = [proposal.logits is None] * len(drafts)
+        drafts, num_draft_tokens, draft = proposal.tokens.tolist(), proposal.tokens.shape[1], self._draft
+        # Keep the drafts of a model with states: its state has read them, and cannot be corrected later.
+        may_replace = proposal.logits is None and (draft is None or not keeps_states(draft))
+        deterministic = [may_replace] * len(drafts)
         if proposal.is_one_hot is not None:
             deterministic = proposal.is_one_hot.tolist()
         read = self._reader.pop(early=True)
@@ -353,6 +355,11 @@ class Batch:
             max_drafts=max(num_draft_tokens, self._steps.max_forced),
             width=num_draft_tokens if is_compiled else None,
         )
+        if may_replace and draft is not None and not draft.feature_layers:
+            replaced = (tokens >= 0) & (tokens != torch.tensor(drafts, device="cpu")[:, : tokens.shape[1]])
+            if bool(replaced.any()):
+                # The draft has read its own drafts. Let it read the tokens in their places before it drafts again.
+                self._num_undrafted = tokens.shape[1] - 1
         device = proposal.tokens.device
         if device.type == "cuda":
             tokens, bitmask = (each.pin_memory().to(device, non_blocking=True) for each in (tokens, bitmask))

@@ -74,7 +74,8 @@ def masks_of(
         rows: the B rows of the batch.
         drafts: the drafts of each row; tokens from the first outside [0, V) on are ignored.
         vocab_size: the size of the logits, V.
-        deterministic: for each row, whether its drafts are deterministic or share the target's noise.
+        deterministic: for each row, whether its drafts are deterministic, or share the target's noise and may be
+            replaced.
         max_drafts: the largest number of drafts of a row, including forced tokens.
         width: K; None = the largest number of drafts of any row.
 

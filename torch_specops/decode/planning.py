@@ -113,15 +113,24 @@ class Planner:
         assert isinstance(self._schedule, Auto)
         most = min(max(step.asked.rooms), max(self._schedule.buckets))
         found = draft.look_up(state.tokens, state.lengths, most)
-        offered, matches = (found.tokens >= 0).cumprod(1).sum(1), found.matches
+        offered = (found.tokens >= 0).cumprod(1).sum(1)[step.active].tolist()
+        matches = found.matches
         step.asked = replace(
             step.asked,
-            offered=offered[step.active].tolist(),
+            offered=offered,
             matches=None if matches is None else matches[step.active].tolist(),
             num_others=draft.num_other_tokens,
         )
         step.drafts = found.tokens.tolist()
-        step.counts, step.is_looked_up = self._schedule.plan_sources(step.asked)
+        counts, is_first = self._schedule.plan_sources(step.asked)
+        if [*map(type, is_first)] != [bool] * len(offered):
+            name = type(self._schedule).__name__
+            raise ValueError(f"schedule: expected from {name}.plan_sources one bool for each text, got {is_first}")
+        limits = [
+            min(room, max(self._schedule.buckets), own if first else draft.num_other_tokens)
+            for room, own, first in zip(step.asked.rooms, offered, is_first, strict=True)
+        ]
+        step.counts, step.is_looked_up = self._checked("plan_sources", counts, limits), is_first
         step.num_draft_tokens = max(step.counts)
         if step.num_draft_tokens > 0:
             is_looked_up = torch.zeros(len(step.rows), 1, dtype=torch.bool, device="cpu")
@@ -153,13 +162,16 @@ class Planner:
         return min([wanted, *sufficient])
 
     def _counts(self, asked: NextStep) -> list[int]:
-        schedule = self._schedule
-        counts, limits = list(schedule.plan(asked)), asked.at_most(max(schedule.buckets))
+        limits = asked.at_most(max(self._schedule.buckets))
+        return self._checked("plan", list(self._schedule.plan(asked)), limits)
+
+    def _checked(self, method: str, counts: Sequence[int], limits: Sequence[int]) -> list[int]:
+        """The numbers of drafts that a method of the schedule has chosen, at most `limits`."""
         are_numbers = len(counts) == len(limits) and all(map(checks.is_int, counts))
         if not are_numbers or any(not 0 <= count <= most for count, most in zip(counts, limits, strict=True)):
             raise ValueError(
-                f"schedule: expected from {type(schedule).__name__}.plan one number for each text, from 0 to {limits}, "
-                f"got {counts}"
+                f"schedule: expected from {type(self._schedule).__name__}.{method} one number for each text, from 0 to "
+                f"{limits}, got {counts}"
             )
         return list(map(int, counts))
 

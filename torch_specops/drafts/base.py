@@ -128,7 +128,8 @@ class DraftSource(Part, ABC):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         """Called before `propose` if the last `num_steps` steps had no drafts. Each of these steps added one token to
-        every unfinished row. The method must not wait for the device."""
+        every unfinished row. Also called after a step in which a grammar replaced drafts; the last `num_steps` + 2
+        tokens of a row then include all that replaced drafts. The method must not wait for the device."""
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         """Drop the state of `rows` [A] int64 and read their new prompts. A session calls `restart` between two steps.
@@ -176,6 +177,11 @@ class DraftSource(Part, ABC):
 def proposes_on_host(part: Part | None) -> bool:
     """Whether a source, or one inside it, proposes on the host."""
     return isinstance(part, DraftSource) and (part.on_host or any(map(proposes_on_host, part.inside)))
+
+
+def keeps_states(part: Part) -> bool:
+    """Whether a model, or one inside a source, keeps a recurrent state."""
+    return (isinstance(part, LanguageModel) and part.keeps_states) or any(map(keeps_states, part.inside))
 
 
 def readable_lengths(source: DraftSource, tokens: Tensor, lengths: Tensor) -> Tensor:

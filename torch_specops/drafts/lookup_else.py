@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from .. import checks
 from ..models.base import LanguageModel, Part, static_tensors_of
 from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, proposal_of, proposes_on_host, readable_lengths
+from .base import Draft, DraftSource, keeps_states, proposal_of, proposes_on_host, readable_lengths
 from .feature import FeatureDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import SampledDraft, as_draft_source
@@ -64,6 +65,8 @@ class LookupElse(SampledDraft):
     _chosen: tuple[Tensor, int] | None = None
     # Whether `other` read tokens of earlier steps in the last `propose`.
     caught_up = False
+    # Whether the last `propose` since `start` ran eagerly on a CPU.
+    _is_eager = False
     _of_calls: ClassVar[Sequence[str]] = ("_chosen", "_last_lengths", "_most_drafts", "_num_read", "_target")
 
     def __init__(
@@ -144,7 +147,7 @@ class LookupElse(SampledDraft):
         self.lookup.start(tokens, lengths, capacity, inputs)
         self.other.start(tokens, readable_lengths(self.other, tokens, lengths), capacity, inputs)
         self._num_read, self._last_lengths = torch.full_like(lengths, ALL_READ), torch.zeros_like(lengths)
-        self._chosen = None
+        self._chosen, self._is_eager = None, False
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         self.lookup.restart(tokens, lengths, rows)
@@ -166,13 +169,13 @@ class LookupElse(SampledDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # Inside a hierarchical draft, the sequence of an unfinished row may be as long as before.
         self._last_lengths = torch.zeros_like(lengths)
+        if self.can_choose and self._is_eager:
+            # `propose` lets `other` read these tokens when it next asks it.
+            self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
+            return
         ends = readable_lengths(self.other, tokens, lengths)
         if isinstance(self.other, FeatureDraft):
             self.other.catch_up(tokens, ends, num_steps)
-            return
-        if self.can_choose and is_eager_cpu(lengths):
-            # `propose` lets `other` read these tokens when it next asks it.
-            self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
             return
         # The step before these steps may have verified K looked-up drafts, which `other` has not read.
         num_unread = num_steps + self._most_drafts - 1
@@ -195,7 +198,7 @@ class LookupElse(SampledDraft):
             found = found[:, :num_draft_tokens]
         is_found = found[:, :1] >= 0
         is_host = is_eager_cpu(lengths)
-        is_eager = is_host and self._shape is None
+        self._is_eager = is_eager = is_host and self._shape is None
         num_unread = self._most_drafts - 1
         if is_host:
             num_read = torch.minimum(self._num_read, lengths - 2)
@@ -224,8 +227,11 @@ class LookupElse(SampledDraft):
         return self._shape is None and not (self.looks_up or self._keeps_states)
 
     def look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Draft:
-        """The drafts of the lookup."""
-        return self.lookup.propose(tokens, lengths, num_draft_tokens)
+        """The drafts of the lookup, with -1 for tokens that the target does not verify as such."""
+        found = self.lookup.propose(tokens, lengths, num_draft_tokens)
+        for token in self._target.undrafted:
+            found = replace(found, tokens=found.tokens.masked_fill(found.tokens == token, -1))
+        return found
 
     def choose(self, found: Tensor, num_other_tokens: int) -> None:
         """Choose the drafts of the next `propose`: `found` [B, K], and where this is -1, `num_other_tokens` drafts of
@@ -234,7 +240,7 @@ class LookupElse(SampledDraft):
 
     @property
     def _keeps_states(self) -> bool:
-        return _keeps_states(self.other)
+        return keeps_states(self.other)
 
     def _look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """The looked-up drafts [B, K]; -1 where there are none."""
@@ -259,8 +265,3 @@ class LookupElse(SampledDraft):
                 lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
-
-
-def _keeps_states(part: Part) -> bool:
-    """Whether a model inside a source keeps a recurrent state."""
-    return (isinstance(part, LanguageModel) and part.keeps_states) or any(map(_keeps_states, part.inside))

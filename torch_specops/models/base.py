@@ -143,7 +143,8 @@ class LanguageModel(Part, ABC):
         self, tokens: Tensor, positions: Tensor, num_logits: int | None = None, rows: Tensor | None = None
     ) -> Tensor:
         """Read tokens [B, n] at positions [B, n] of their sequences; return logits [B, n, V] in float32, bfloat16 or
-        float16, or the last num_logits of them.
+        float16, or the last num_logits of them. Each call returns a new tensor, because the loop keeps the logits of
+        all drafts of a step until it verifies them.
 
         A token attends to the latest entries at the positions up to its own. To roll back, read an earlier position
         again. A position may occur twice in one call only with the same token.
