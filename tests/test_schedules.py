@@ -465,6 +465,15 @@ def test_auto_with_two_sources(
     assert times[2] < share * min(times[:2]) + LOST * to_the_limit
 
 
+def test_lookups_before_a_plan_lose_no_more_than_their_limit() -> None:
+    """They find nothing, and each takes a tenth of a step."""
+    texts, seconds = [a_double_text(400, 0.0, 0.0, 0.02, 0.0, 0)], []
+    for looking_up in (0.0, 0.1):
+        schedule = Auto(10)
+        seconds.append(run_with_two_sources(schedule, texts, flat, 0.1, 1, is_refilled=False, looking_up=looking_up))
+    assert seconds[0] + 0.3 < seconds[1] < seconds[0] + LOST * 400 + RESERVE
+
+
 def test_auto_tries_the_second_source_beside_lookups() -> None:
     """Lookups that pay in each step do not keep the other source, which was mostly wrong in an earlier batch, from
     being tried."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,9 @@ class Paying(Auto):
             num_others, nothing = 0 if is_looked_up else count, [0] * rows
             past = PastStep(step, [count] * rows, nothing, num_others, seconds=1.0, is_looked_up=[is_looked_up] * rows)
             self.learn(past)
+
+    def may_look_up(self, step: NextStep) -> bool:
+        return True
 
     def plan_sources(self, step: NextStep) -> tuple[list[int], list[bool]]:
         self.chosen.append(super().plan_sources(replace(step, is_refilled=True)))
@@ -264,6 +268,23 @@ def test_the_schedule_is_offered_what_may_be_verified() -> None:
     draft = LookupElse(PairModel(TARGET), min_match=1)
     decode(draft, 3, target=target, schedule=Planning(plan), prompts=[[1, 3, 2, 1], [1, 2, 3, 1]], inputs=None)
     assert offered[0] == [0, 1]
+
+
+def test_lookups_stop_when_they_have_lost_too_much_time() -> None:
+    """They find nothing here. Steps are drafted without them then, and the texts are the same."""
+    calls: list[None] = []
+
+    class Slow(PromptLookup):
+        def propose(self, *arguments: Any) -> Draft:
+            calls.append(None)
+            # Longer than several steps.
+            time.sleep(0.05)
+            return super().propose(*arguments)
+
+    draft = LookupElse(DRAFTS["perturbed"]("llama"), min_match=9, lookup=Slow(9, 9))
+    output = decode(draft, 4, schedule=Auto(4))
+    assert new_tokens(output) == expected_rows()
+    assert 0 < len(calls) < output.stats.num_steps / 2
 
 
 def test_a_draft_of_features_catches_up_as_it_drafts() -> None:

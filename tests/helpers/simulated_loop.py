@@ -193,9 +193,17 @@ def a_double_text(
 
 
 def run_with_two_sources(
-    schedule: Auto, texts: Sequence[DoubleText], seconds: Seconds, drafting: float, num_rows: int, *, is_refilled: bool
+    schedule: Auto,
+    texts: Sequence[DoubleText],
+    seconds: Seconds,
+    drafting: float,
+    num_rows: int,
+    *,
+    is_refilled: bool,
+    looking_up: float = 0.0,
 ) -> float:
-    """As `Loop.run`, with a lookup and another source, which needs `drafting` seconds for each draft of all rows."""
+    """As `Loop.run`, with a lookup, which needs `looking_up` seconds, and another source, which needs `drafting` seconds
+    for each draft of all rows."""
     schedule = schedule.begin()
     rows, waiting = list(enumerate(texts))[:num_rows], list(enumerate(texts))[num_rows:]
     places, unread = dict.fromkeys(range(len(texts)), 0), set[int]()
@@ -210,16 +218,16 @@ def run_with_two_sources(
             num_rows,
             is_refilled=is_refilled,
             reads_prompts=is_begin,
-            offered=[min(found, own - 1) for (found, *_), own in zip(cells, left, strict=True)],
-            matches=[match for _, match, *_ in cells],
             num_others=4,
         )
+        looks_up = schedule.may_look_up(step)
+        offered = [looks_up * min(found, own - 1) for (found, *_), own in zip(cells, left, strict=True)]
+        step = replace(step, offered=offered, matches=[match for _, match, *_ in cells])
         counts, is_looked_up = schedule.plan_sources(step)
         plans = list(zip(counts, is_looked_up, cells, strict=True))
         num_others = max((count for count, first, _ in plans if not first), default=0)
         accepted = [min(count, cell[2] if first else cell[3]) for count, first, cell in plans]
-        assert step.offered is not None
-        known = [min(offered, own + 1) for offered, own in zip(step.offered, accepted, strict=True)]
+        known = [min(found, own + 1) for found, own in zip(offered, accepted, strict=True)]
         caught_up = num_others > 0 and not unread.isdisjoint(numbers)
         unread = set() if num_others > 0 else unread | set(numbers)
         times = seconds(len(rows) + (0 if is_begin else sum(counts))), drafting * (num_others + caught_up)
@@ -232,11 +240,12 @@ def run_with_two_sources(
             right=[min(count, cell[2]) for count, cell in zip(known, cells, strict=True)],
             seconds=None if is_begin else times[0],
             draft_seconds=times[1],
+            lookup_seconds=looking_up * looks_up,
             caught_up=caught_up,
             is_looked_up=is_looked_up,
         )
         schedule.learn(past)
-        clock, is_begin = clock + sum(times), False
+        clock, is_begin = clock + sum(times) + looking_up * looks_up, False
         for number, own in zip(numbers, accepted, strict=True):
             places[number] += own + 1
         rows = [(number, text) for number, text in rows if places[number] < len(text)]

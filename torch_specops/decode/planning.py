@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ class PlannedStep:
         is_masked: whether a row has a grammar.
         num_draft_tokens: the number of drafts per row, K.
         drafts: the draft tokens [B, K]; None = the schedule did not see them.
-        seconds, draft_seconds, caught_up, is_looked_up: as in `PastStep`.
+        seconds, draft_seconds, lookup_seconds, caught_up, is_looked_up: as in `PastStep`.
     """
 
     rows: list[Row]
@@ -39,6 +40,7 @@ class PlannedStep:
     drafts: list[list[int]] | None = None
     seconds: float | None = None
     draft_seconds: float = 0.0
+    lookup_seconds: float = 0.0
     caught_up: bool = False
     is_looked_up: list[bool] | None = None
 
@@ -109,10 +111,16 @@ class Planner:
         return PlannedStep(list(rows), active, asked, counts, is_masked, num_draft_tokens)
 
     def _choose_sources(self, draft: LookupElse, step: PlannedStep, state: DecodeState) -> PlannedStep:
-        """Look up drafts, then plan the step and choose the source of each row's drafts."""
+        """Look up drafts, unless lookups have lost too much time. Then plan the step and choose the source of each
+        row's drafts."""
         assert isinstance(self._schedule, Auto)
         most = min(max(step.asked.rooms), max(self._schedule.buckets))
-        found = draft.look_up(state.tokens, state.lengths, most)
+        if self._schedule.may_look_up(step.asked):
+            started = time.perf_counter()
+            found = draft.look_up(state.tokens, state.lengths, most)
+            step.lookup_seconds = time.perf_counter() - started
+        else:
+            found = Draft(state.tokens.new_full((len(step.rows), most), -1))
         offered = (found.tokens >= 0).cumprod(1).sum(1)[step.active].tolist()
         matches = found.matches
         step.asked = replace(
@@ -234,6 +242,7 @@ class Planner:
                 right=right,
                 seconds=step.seconds,
                 draft_seconds=step.draft_seconds,
+                lookup_seconds=step.lookup_seconds,
                 caught_up=caught_up,
                 is_looked_up=step.is_looked_up,
             )

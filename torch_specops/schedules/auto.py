@@ -47,8 +47,8 @@ class Auto(Schedule):
 
     With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
     the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. Each
-    source may lose the time below, so bad drafts of one do not stop the other. The other source is tried beside
-    looked-up drafts too. A subclass that overrides `plan` plans the two sources as one.
+    source may lose the time below, so bad drafts of one do not stop the other, and lookups stop when they have lost it.
+    The other source is tried beside looked-up drafts too. A subclass that overrides `plan` plans the two sources as one.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
     step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
@@ -122,8 +122,7 @@ class Auto(Schedule):
     def _planned(self, step: NextStep) -> tuple[list[int], list[bool]]:
         costs, nothing, none = self._costs_of(step), [0] * len(step.texts), [False] * len(step.texts)
         rooms, has_two = step.at_most(self.buckets[-1]), step.num_others is not None
-        steps = self._elapsed + max(step.left, default=0)
-        allowance = min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
+        allowance = self._allowance(step)
         purses = [purse.most(allowance) for purse in self._purses[: 1 + has_two]]
         if not any(rooms) or max(purses) <= 0:
             return nothing, none
@@ -154,6 +153,15 @@ class Auto(Schedule):
             self._try_after = min(2 * self._try_after, TRY_AFTER_AT_MOST)
         self._declined = None if any(counts) else list(step.texts)
         return counts, is_first
+
+    def may_look_up(self, step: NextStep) -> bool:
+        """Whether the time of a lookup before the plan may still be lost, if there are two sources."""
+        return self._purses[0].most(self._allowance(step)) > 0
+
+    def _allowance(self, step: NextStep) -> float:
+        """How much time drafts of the batch may lose."""
+        steps = self._elapsed + max(step.left, default=0)
+        return min(LOST_SHARE * steps, LOAN + LATER_SHARE * self._elapsed)
 
     def _better(
         self, step: NextStep, costs: StepCosts, others: list[list[float]], purse: float, purse_of_others: float
@@ -274,6 +282,8 @@ class Auto(Schedule):
             purse.gain(assumed - self._cost(first, costs))
             self._unjudged = None
         purse.gain(self._saved(planned, step.accepted, costs) - cost)
+        if step.lookup_seconds:
+            self._purses[0].gain(-costs.add_lookup(step.lookup_seconds))
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)
             if step.is_looked_up is None:

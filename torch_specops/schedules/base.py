@@ -67,6 +67,7 @@ class PastStep:
         right: the number of these drafts that were right, up to the first wrong draft.
         seconds: the time in which the target read and verified the drafts; None = not measured.
         draft_seconds: the time of proposing, if `seconds` does not include it.
+        lookup_seconds: the time of the lookup before the plan, if there are two sources.
         caught_up: whether the draft also read the tokens of earlier steps without drafts, in one more forward.
         is_looked_up: whether the drafts of each sequence were looked up, if there are two sources; otherwise None.
     """
@@ -79,6 +80,7 @@ class PastStep:
     right: Sequence[int] | None = None
     seconds: float | None = None
     draft_seconds: float = 0.0
+    lookup_seconds: float = 0.0
     caught_up: bool = False
     is_looked_up: Sequence[bool] | None = None
 

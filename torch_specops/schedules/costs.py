@@ -21,7 +21,7 @@ LARGEST_SURPRISE = 2.0
 FIXED_TOKENS, DRAFT_COST = 32, 0.25
 # The fit begins with a prior of no additional cost, which weighs as much as this many steps.
 PRIOR_STEPS = 0.1
-# The newest times of proposing are kept: this many for each number of drafts.
+# The newest times of proposing are kept: this many for each number of drafts, and for lookups before a plan.
 NUM_DRAFTINGS = 8
 
 
@@ -53,6 +53,7 @@ class StepCosts:
         # Weighted sums of 1, x, x * x, y and x * y over steps with drafts, where x = (n - B) / B and y = cost - 1.
         self._sums = [0.0] * 5
         self._draftings: dict[int, deque[float]] = {}
+        self._lookups: deque[float] = deque(maxlen=NUM_DRAFTINGS)
         # Pairs (number of drafts, cost of proposing them), in ascending order.
         self._points: list[tuple[int, float]] = []
         # Times that were measured before the unit of cost. The times wait here until there is a unit.
@@ -198,6 +199,11 @@ class StepCosts:
             (number, min(times) if len(times) > 1 else min(times[0], 2 * DRAFT_COST * number))
             for number, times in sorted(self._draftings.items())
         ]
+
+    def add_lookup(self, seconds: float) -> float:
+        """Add the time of a lookup before a plan. Returns the cost of a lookup; 0 = there is no unit of cost yet."""
+        self._lookups.append(seconds)
+        return min(self._lookups) / min(self._units) if self._units else 0.0
 
     def _fit(self, x: float, y: float, weight: float) -> None:
         news = (1.0, x, x * x, y, x * y)
