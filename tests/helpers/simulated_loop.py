@@ -202,8 +202,8 @@ def run_with_two_sources(
     is_refilled: bool,
     looking_up: float = 0.0,
 ) -> float:
-    """As `Loop.run`, with a lookup that needs `looking_up` seconds, and another source that needs `drafting` seconds for
-    each draft of all rows."""
+    """As `Loop.run`, with a lookup that needs `looking_up` seconds, and another source that needs `drafting` seconds
+    for each draft of all rows."""
     schedule = schedule.begin()
     rows, waiting = list(enumerate(texts))[:num_rows], list(enumerate(texts))[num_rows:]
     places, unread = dict.fromkeys(range(len(texts)), 0), set[int]()
