@@ -150,8 +150,7 @@ class Guard:
     def _working(self, uses: list[dict[str, Any]], thread: int) -> Iterator[None]:
         try:
             try:
-                # `setdefault` is atomic, so only the first of several threads is stored.
-                if any(use.setdefault("thread", thread) != thread for use in uses):
+                if not _claim(uses, thread):
                     raise RuntimeError(
                         "SpeculativeDecoder: another thread is using this decoder or its target or draft, which have "
                         "one state; make a decoder for each thread (they may share transformers models)"
@@ -163,6 +162,13 @@ class Guard:
         finally:
             # Release again, because an interrupt may have stopped the first release.
             _release(uses, thread)
+
+
+def _claim(uses: list[dict[str, Any]], thread: int) -> bool:
+    """Claim models for a thread. Returns whether no other thread has claimed one of them."""
+    # `setdefault` is atomic, so only the first of several threads is stored. This is not in the `try` of `_working`,
+    # because Python 3.14 runs no `finally` if an interrupt stops `all` or `any` between two elements.
+    return all(use.setdefault("thread", thread) == thread for use in uses)
 
 
 def _release(uses: list[dict[str, Any]], thread: int) -> None:
