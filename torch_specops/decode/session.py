@@ -102,7 +102,7 @@ class Session:
     def is_idle(self) -> bool:
         """True if no request waits or is in a row."""
         with self._changed:
-            return not self._waiting and all(handle is None for handle in self._rows)
+            return not self._waiting and self._rows.count(None) == len(self._rows)
 
     def submit(self, request: Request | Tensor | Sequence[int]) -> Handle:
         """Queue a request, or a prompt [P] with the default settings. Returns at once; may be called from any thread.
@@ -125,8 +125,8 @@ class Session:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
-            handles = [handle for handle in [*self._rows, *self._waiting] if handle is not None]
-            if full_request.grammar is not None and any(full_request.grammar is handle.grammar for handle in handles):
+            in_use = [id(handle.grammar) for handle in [*self._rows, *self._waiting] if handle is not None]
+            if full_request.grammar is not None and id(full_request.grammar) in in_use:
                 prompt = "grammar: it is the state of one text, and another request has it"
             handle = Handle(self._num_submitted, prompt, full_request.max_time, self._cancel)
             self._num_submitted += 1
