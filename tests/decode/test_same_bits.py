@@ -27,7 +27,7 @@ from torch_specops.hf import custom_generate, language_model
 
 PROMPTS = ([1, 17, 5, 33, 17, 5, 48], [1], [1, 29, 40, 8, 1, 29], [1, 17, 5, 33] * 6, [9, 9])
 SEEDS = [11, -5, 2**62, 11, 3]
-LENGTHS = [20, 15, 9, 16, 12]
+LENGTHS = [14, 11, 6, 12, 8]
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.95},
     {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.2},
@@ -107,7 +107,7 @@ ALL = list(range(len(PROMPTS)))
 def in_many_ways(dtype: torch.dtype) -> Iterator[tuple[str, list[Text]]]:
     draft = perturbed(target(dtype), 0.01)
     yield "a batch", of_output(decoder(dtype).generate(**arguments(ALL)))
-    for k in (1, 2, 3, 4, 6):
+    for k in (1, 3, 5):
         rows = [ALL, ALL[::-1], [2, 0, 1, 4, 3]][k % 3]
         found = of_output(decoder(dtype, draft, k).generate(**arguments(rows)))
         yield f"K = {k}", [found[rows.index(row)] for row in ALL]

@@ -60,7 +60,7 @@ def check_drafts(tiny: TinyMtp, draft: Recorder, ends: list[int]) -> int:
 
 def decoded(tiny: TinyMtp, draft: Any, compile: bool = False, **options: Any) -> GenerationOutput:
     decoder = SpeculativeDecoder(tiny.model, draft, compile=compile, **({"sampling": MIXED} | options))
-    return decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=(30, 12, 21), seed=4)
+    return decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=(18, 8, 13), seed=4)
 
 
 PAUSES = [3, 1, 5, 0, 0, 2, 0, 1]
@@ -267,8 +267,8 @@ class OfOtherDepth(MTP):
 def test_sampled_text_has_the_law_of_the_target(report: Report) -> None:
     tiny = tiny_mtp("qwen2", 1, vocab=V)
     laws = model_laws(tiny.model, 0.8)
-    for draft, expect in ((MTP, expect_laws), (OfOtherDepth, expect_caught)):
-        tokens = first_tokens(tiny.model, draft.from_pretrained(tiny.model), 2, 0.8, FEWER_TRIALS)
+    for draft, expect, trials in ((MTP, expect_laws, FEWER_TRIALS), (OfOtherDepth, expect_caught, FEWER_TRIALS // 2)):
+        tokens = first_tokens(tiny.model, draft.from_pretrained(tiny.model), 2, 0.8, trials)
         expect(report, f"loop, {draft.__name__}", p_values(tokens, laws))
 
 
