@@ -167,7 +167,7 @@ def test_schedule() -> None:
 
 def test_hybrid() -> None:
     """Each way's logits are checked before it is timed."""
-    options = ["--models", "qwen3_5_text", "jamba", "--batch", "2", "--hidden", "32", "--layers", "4", "--rounds", "2"]
+    options = ["--models", "qwen3_5_text", "jamba", "--batch", "2", "--hidden", "32", "--layers", "4", "--rounds", "1"]
     records = script("bench_hybrid").main(options)
     assert {each["model"] for each in records} == {"qwen3_5_text", "jamba"}
     assert {each["way"] for each in records} == {"transformers", "at once", "one by one"}
@@ -236,7 +236,7 @@ def test_lookup_else_is_compared_with_its_sources() -> None:
 
 
 def test_laws_of_verification_are_compared() -> None:
-    options = ["--prompts", "2", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
+    options = ["--prompts", "1", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
     records = script("bench_drafts").main(["verify", *options])
     found = {(each["verify"], each["temperature"]): each for each in records if each["draft"] != "no draft"}
     assert len(found) == 6 and all(each["mean_acceptance_length"] > 1 for each in found.values())
