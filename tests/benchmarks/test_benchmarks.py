@@ -167,7 +167,7 @@ def test_schedule() -> None:
 
 def test_hybrid() -> None:
     """Each way's logits are checked before it is timed."""
-    options = ["--models", "qwen3_5_text", "jamba", "--batch", "2", "--hidden", "32", "--layers", "4", "--rounds", "1"]
+    options = ["--models", "qwen3_5_text", "jamba", "--batch", "2", "--hidden", "32", "--layers", "4", "--rounds", "2"]
     records = script("bench_hybrid").main(options)
     assert {each["model"] for each in records} == {"qwen3_5_text", "jamba"}
     assert {each["way"] for each in records} == {"transformers", "at once", "one by one"}

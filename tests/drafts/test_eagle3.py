@@ -89,7 +89,8 @@ def test_drafts_are_those_of_a_plain_computation(
 @pytest.mark.parametrize("family", ["qwen2", "qwen2 sliding", "qwen3", "gemma3", "gpt2", "t5"])
 def test_greedy_is_that_of_transformers(family: str) -> None:
     """Llama is among the drafts of test_generate.py."""
-    trains = family not in ("gemma3", "t5")
+    # Training a head takes longer than the texts.
+    trains = family == "qwen2 sliding"
     for num_draft_tokens in (1, 8):
         draft = Eagle3(trained_head(family) if trains else new_head())
         output = decode(draft, num_draft_tokens, family=family)

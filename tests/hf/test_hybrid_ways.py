@@ -31,7 +31,7 @@ from torch_specops.drafts.token_map import TokenMap
 from torch_specops.hf import custom_generate, language_model
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 9, 5, 6], [3], [11, 12, 13, 11, 12, 13, 11, 12], [4, 9])
-NEW = 14
+NEW = 12
 IDS, MASK = padded(PROMPTS, "left")
 CALL: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": NEW, "pad_token_id": 0}
 
