@@ -60,7 +60,7 @@ def greedy_by_turns() -> list[list[int]]:
 )
 def test_greedy_text_is_that_of_transformers(draft: str, is_compiled: bool) -> None:
     """Beside a row without a grammar, in ragged batches, for every kind of draft. Compiled pieces run as they stand."""
-    # What is forced goes ahead of the drafts of any source.
+    # Forced tokens without drafts, and beside looked-up drafts, a model's, and both.
     forced = [(FORCED, 2)] * (draft in ("nothing", "prompt lookup", "perturbed", "lookup else"))
     for regex, num_draft_tokens in ((REGEX, 4), *forced):
         grammars = [LIBRARIES["xgrammar"](regex), None, LIBRARIES["xgrammar"](regex)]
