@@ -14,7 +14,7 @@ from report import Report
 from tiny_eagle3 import new_head, plain_logits, trained_head
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
 from tiny_loops import GREEDY, LENGTH, Given, Recording, decode, expected_rows, new_tokens
-from tiny_models import PROMPTS, VOCAB, PairModel, TracedFeatures, padded, random_table, shared_tiny, tiny
+from tiny_models import PROMPTS, VOCAB, PairModel, padded, random_table, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -121,7 +121,7 @@ def test_compiled_steps_give_the_eager_tokens(
     for compile in (False, True):
         options: dict[str, Any] = {"sampling": sampling, "compile": compile, "one_graph": one_graph}
         draft = Eagle3(trained_head())
-        decoder = SpeculativeDecoder(TracedFeatures(), draft, schedule=Given(counts), **options)
+        decoder = SpeculativeDecoder(shared_tiny("llama"), draft, schedule=Given(counts), **options)
         for seed in (1, 2):
             output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=20, seed=seed)
             found.append((output.sequences.tolist(), output.stats.accepted_at))
