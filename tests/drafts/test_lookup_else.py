@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chains import expect_caught, expect_laws
+from marks import slow
 from report import Report
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
@@ -114,15 +115,20 @@ def drafts_alone(other: str) -> dict[tuple[int, int], int]:
     return drafts
 
 
+AS_ON_CUDA = "pauses, as on CUDA"
+
+
 @pytest.mark.parametrize(
     ("schedule", "other"),
-    [(schedule, other) for schedule in ("constant", "pauses", "pauses, as on CUDA") for other in OTHERS]
+    [("constant", other) for other in OTHERS]
+    + [("pauses", "eagle 3"), ("pauses", "hierarchical"), slow("pauses", "model"), slow("pauses", "hybrid")]
+    + [(AS_ON_CUDA, "model"), (AS_ON_CUDA, "hybrid"), slow(AS_ON_CUDA, "eagle 3"), slow(AS_ON_CUDA, "hierarchical")]
     # The hybrid keeps states, so it is asked in each step, and there is nothing to choose.
     + [("by turns", other) for other in OTHERS if other != "hybrid"],
 )
 def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other source drafts what it drafts alone, after steps with looked-up drafts and steps without drafts."""
-    if schedule.endswith("CUDA"):
+    if schedule == AS_ON_CUDA:
         monkeypatch.setattr(lookup_else_module, "is_eager_cpu", lambda *tensors: False)
     alone = drafts_alone(other)
     found: dict[tuple[int, int], int] = {}

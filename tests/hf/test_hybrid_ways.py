@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import slow
 from tiny_dflash import new_head as new_drafter
 from tiny_dspark import DSPARK
 from tiny_dspark import new_head as new_dspark
@@ -94,7 +95,11 @@ def expected_of_requests() -> list[list[int]]:
     return [greedy_alone(shared(), request.input_ids, request.max_new_tokens) for request in REQUESTS]
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+# The other lookup, drafter and order of models of a kind that is quick.
+SLOW = ("suffix lookup", "dspark", "over attention")
+
+
+@pytest.mark.parametrize("kind", [slow(kind) if kind in SLOW else kind for kind in DRAFTS])
 def test_drafts_schedules_and_requests(kind: str) -> None:
     """More requests than rows, prompts of one and two tokens among them; steps without drafts between others."""
     assert found(loop(DRAFTS[kind](), schedule=Pauses())) == expected()
