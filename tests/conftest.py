@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # and Dynamo asks it to after every graph.
 gc.set_threshold(100_000)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Where a test has several threads, one that waits would take the time of another worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
     # Triton reads it when it is imported, which the conftest.py of a folder named on the command line may do.
     os.environ["TRITON_INTERPRET"] = "1"

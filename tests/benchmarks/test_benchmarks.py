@@ -236,7 +236,7 @@ def test_lookup_else_is_compared_with_its_sources() -> None:
 
 
 def test_laws_of_verification_are_compared() -> None:
-    options = ["--prompts", "2", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
+    options = ["--prompts", "1", "--new-tokens", "12", "--rounds", "1", "--num-draft-tokens", "3"]
     records = script("bench_drafts").main(["verify", *options])
     found = {(each["verify"], each["temperature"]): each for each in records if each["draft"] != "no draft"}
     assert len(found) == 6 and all(each["mean_acceptance_length"] > 1 for each in found.values())

@@ -102,7 +102,7 @@ def test_demo_prints_text_numbers_and_the_check(target: str) -> None:
     # The text is the decoded output of the same model.
     model, tokenizer = loading.load_model(target), loading.load_tokenizer(target)
     prompt = tokenizer(TEXT, return_tensors="pt")
-    output = model.model.generate(**prompt, do_sample=False, max_new_tokens=40, pad_token_id=0)
+    output = model.model.generate(**prompt, do_sample=False, max_new_tokens=20, pad_token_id=0)
     expected = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "".join(printable(expected).split()) in "".join(result.stdout.split())
 
@@ -165,14 +165,14 @@ def test_demo_options_reach_the_decoder(target: str, draft: str) -> None:
     # One token left is the greedy one.
     for filters in (["--top-k", "1"], ["--top-p", "1e-6"], ["--min-p", "1"]):
         assert text_of(demo(target, *sampled, *filters)) == text_of(greedy) != text
-    stranger = ["--draft", draft, "--num-draft-tokens", "6", "--temperature", "2"]
+    stranger = ["--draft", draft, "--num-draft-tokens", "6", "--temperature", "2", "--max-new-tokens", "40"]
     assert text_of(demo(target, *stranger, "--verify", "block")) != text_of(demo(target, *stranger))
     assert text_of(demo(target, *sampled[:-1], "4")) != text
     other = demo(target, *sampled, "--top-p", "0.9")
     assert "sampled from the target's distribution, temperature 1.5, top-p 0.9" in other.stdout
-    # With a constant number of one draft, 40 tokens would take 20 steps.
+    # With a constant number of one draft, 20 tokens would take 10 steps.
     heuristic = demo(target, "--draft", target, "--num-draft-tokens", "1", "--schedule", "heuristic", "--no-compile")
-    assert int(row(heuristic, "steps")) < 12
+    assert int(row(heuristic, "steps")) < 7
     assert row(demo(target, "--max-new-tokens", "0"), "steps") == "0"
 
 
@@ -195,7 +195,7 @@ def test_colours_follow_acceptance(target: str) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_ctrl_c_keeps_what_was_generated(target: str, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
-    whole = demo(target)
+    whole = demo(target, "--no-check")
     stream = SpeculativeDecoder.stream
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[Step]:
@@ -231,8 +231,8 @@ def test_a_row_without_finite_logits_is_reported(target: str, tmp_path: Path) ->
 def test_a_failed_check_exits_with_one(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, tie = (GreedyDifference(4, 70, 71, 0.5, 1e-4), GreedyDifference(6, 72, 73, 1e-5, 1e-4))
     for found, exit_code, said in (
-        ([wrong, tie], 1, "check: DIFFERENT from plain greedy decoding at 2 of 40 tokens; the worst: token 4 is"),
-        ([tie], 0, "check: identical to plain greedy decoding but for near ties at 1 of 40 tokens: token 6"),
+        ([wrong, tie], 1, "check: DIFFERENT from plain greedy decoding at 2 of 20 tokens; the worst: token 4 is"),
+        ([tie], 0, "check: identical to plain greedy decoding but for near ties at 1 of 20 tokens: token 6"),
     ):
         monkeypatch.setattr(cli.demo, "compare_speeds", lambda *arguments, found=found: (None, found))
         result = demo(target)

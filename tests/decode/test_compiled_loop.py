@@ -167,7 +167,7 @@ IN_SHORT = ("t5",)
             pytest.param(family, "prompt lookup", {}, marks=[pytest.mark.slow] * (family not in IN_SHORT))
             for family in FAMILIES
         ),
-        ("llama", "perturbed", {}),
+        ("llama", "a model", {}),
         slow("llama", "n-gram", {}),
         slow("llama", "over a model", {}),
         ("llama", "n-gram with counts", {"verify": "block"}),
@@ -177,13 +177,10 @@ IN_SHORT = ("t5",)
 )
 @pytest.mark.usefixtures("without_inductor")
 def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, Any]) -> None:
-    draft: Any = DRAFTS[kind](family)
+    # One layer is enough where the draft is what differs, and no model where the table or the op is.
+    draft: Any = tiny("llama", num_hidden_layers=1) if kind == "a model" else DRAFTS[kind](family)
     if kind == "prompt lookup":
-        target: Any = shared_tiny(family)
-    elif kind == "perturbed":
-        # One layer is enough where the draft is what differs, and none where the table or the op is.
-        target = tiny("llama", num_hidden_layers=1)
-        draft = perturbed(target)
+        target: Any = tiny("t5", num_decoder_layers=1) if family == "t5" else shared_tiny(family)
     else:
         target = TracedPairs(random_table(VOCAB, seed=5))
     options = {"num_draft_tokens": 2, "schedule": "constant", "sampling": SAMPLING} | options
@@ -201,11 +198,13 @@ def test_a_step_traces_as_one_graph(family: str, kind: str, options: dict[str, A
 @pytest.mark.usefixtures("without_inductor", "quick_collection")
 def test_nothing_is_left_of_a_deleted_decoder() -> None:
     """Neither the models, if nobody else has them, nor their caches, nor the batch."""
-    both = decoders("perturbed", 6, sampling=SAMPLING)
     # More drafts are not more graphs: the draft's forward over two tokens and over one, the uniforms, the verification.
     for num_graphs in (4, 0):
         counters.clear()
-        decoder = both.pop()
+        target, draft = tiny("llama", num_hidden_layers=1), TracedPairs(random_table(VOCAB, seed=5))
+        options: dict[str, Any] = {"num_draft_tokens": 6, "schedule": "constant", "sampling": SAMPLING}
+        decoder = SpeculativeDecoder(target, draft, compile=num_graphs > 0, **options)
+        del target, draft
         decode(decoder, logprobs="raw")
         assert counters["stats"]["unique_graphs"] == num_graphs
         parts = parts_of(decoder)

@@ -83,10 +83,12 @@ def test_rows_may_have_different_numbers_of_drafts() -> None:
 
 def test_an_eos_stops_anywhere_in_a_step() -> None:
     rows = expected_rows()
+    eos = rows[0][10]
+    expected = cut(rows, [[eos]] * 3)
+    assert expected[0] == greedy_alone(shared_tiny("llama"), PROMPTS[0], LENGTH, eos=[eos])
+    assert new_tokens(decode("nothing", 4, eos_token_id=eos)) == expected
     for eos in rows[0][:11]:
         expected = cut(rows, [[eos]] * 3)
-        assert expected[0] == greedy_alone(shared_tiny("llama"), PROMPTS[0], LENGTH, eos=[eos])
-        assert new_tokens(decode("nothing", 4, eos_token_id=eos)) == expected
         steps, output = steps_of("itself", 4, eos_token_id=eos)
         assert new_tokens(output) == expected
         # Five tokens a step: the eos is an accepted draft unless it is the fifth one, and drafts after it are cut.
@@ -226,7 +228,7 @@ def test_dtypes_of_prompts_and_masks() -> None:
 
 def test_the_seed_decides_a_sampled_text() -> None:
     def run(**arguments: Any) -> tuple[list[list[int]], list[int]]:
-        output = decode("perturbed", 3, sampling=SamplingParams(), **arguments)
+        output = decode("perturbed", 3, sampling=SamplingParams(), max_new_tokens=6, **arguments)
         return new_tokens(output), output.stats.seeds
 
     # The seeds of rows, in whatever form.

@@ -61,7 +61,9 @@ def greedy_by_turns() -> list[list[int]]:
 )
 def test_greedy_text_is_that_of_transformers(draft: str, is_compiled: bool) -> None:
     """Beside a row without a grammar, in ragged batches, for every kind of draft. Compiled pieces run as they stand."""
-    for regex, num_draft_tokens in ((REGEX, 4), (FORCED, 2)):
+    # Forced tokens without drafts, and beside looked-up drafts, a model's, and both.
+    forced = [(FORCED, 2)] * (draft in ("nothing", "prompt lookup", "perturbed", "lookup else"))
+    for regex, num_draft_tokens in ((REGEX, 4), *forced):
         grammars = [LIBRARIES["xgrammar"](regex), None, LIBRARIES["xgrammar"](regex)]
         with torch.compiler.set_stance("force_eager"):
             output = decode(draft, num_draft_tokens, grammar=grammars, eos_token_id=EOS, compile=is_compiled)
@@ -71,8 +73,9 @@ def test_greedy_text_is_that_of_transformers(draft: str, is_compiled: bool) -> N
         assert output.finish_reasons[0] == ("eos" if expected[0][-1] == EOS else "length")
 
 
-@pytest.mark.parametrize("schedule", ["heuristic", Pauses()], ids=["heuristic", "pauses"])
-@pytest.mark.parametrize("draft", ["nothing", "perturbed", "prompt lookup"])
+@pytest.mark.parametrize(
+    ("draft", "schedule"), [("nothing", "heuristic"), ("perturbed", Pauses()), ("prompt lookup", "heuristic")]
+)
 def test_schedules_and_top_logprobs(draft: str, schedule: Any, late: bool) -> None:
     """The grammar accepts every emitted token, and no other. Reading steps late, as on CUDA, changes nothing."""
     grammars = [Allowing(by_turns), Allowing(by_turns), None]
@@ -191,7 +194,7 @@ class Raising(Allowing):
 )
 def test_a_grammar_that_fails_ends_its_row_alone(where: str, message: str, num_tokens: list[int], late: bool) -> None:
     expected = greedy_by_turns()
-    for draft in ("nothing", "perturbed", "n-gram"):
+    for draft in ("nothing", "perturbed") if late else ("perturbed", "n-gram"):
         grammars = [Allowing(by_turns), Raising(where), None]
         with pytest.warns(RuntimeWarning, match=f"row 1: ({message})"):
             output = decode(draft, 3, grammar=grammars, eos_token_id=())
@@ -400,8 +403,12 @@ def test_compiled_steps_give_the_same_text(draft: str) -> None:
 
 def test_xgrammar_processor_becomes_a_grammar() -> None:
     ours = {"custom_generate": torch_specops.hf.custom_generate}
-    drafts = (None, PromptLookup(min_ngram=1), DRAFTS["perturbed"]("llama"))
-    for more in ({}, {"repetition_penalty": 1.3}, {"return_dict_in_generate": True, "output_scores": True}):
+    lookup, model = PromptLookup(min_ngram=1), DRAFTS["perturbed"]("llama")
+    for more, drafts in (
+        ({}, (None, model)),
+        ({"repetition_penalty": 1.3}, (lookup,)),
+        ({"return_dict_in_generate": True, "output_scores": True}, (lookup, model)),
+    ):
 
         def processors() -> list[Any]:
             return [LogitsProcessor([compiled(REGEX), compiled(FORCED), compiled(REGEX)])]
@@ -416,9 +423,8 @@ def test_xgrammar_processor_becomes_a_grammar() -> None:
             else:
                 assert torch.equal(found, expected)
     expected = hf_text(logits_processor=[LogitsProcessor(compiled(REGEX))])
-    for draft in drafts:
-        given = hf_text(grammar=[LIBRARIES["xgrammar"](REGEX) for _ in PROMPTS], draft_model=draft, **ours)
-        assert torch.equal(given, expected)
+    given = hf_text(grammar=[LIBRARIES["xgrammar"](REGEX) for _ in PROMPTS], draft_model=model, **ours)
+    assert torch.equal(given, expected)
 
 
 def test_unknown_grammar_processor_is_refused() -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 PROMPTS = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0)).tolist()
 GREEDY = SamplingParams(temperature=0.0)
-CALL: dict[str, Any] = {"max_new_tokens": 8, "sampling": GREEDY, "num_draft_tokens": 3}
+CALL: dict[str, Any] = {"max_new_tokens": 5, "sampling": GREEDY, "num_draft_tokens": 3}
 
 
 def decode(model: Any, compile: bool = True, **changes: Any) -> tuple[list[list[int]], bool]:

@@ -176,11 +176,10 @@ def test_changed_models_that_do_not_fit(call: str) -> None:
 # Compiled steps.
 
 
-def test_compile_key_says_which_steps_are_compiled(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_key_says_which_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's key decides which pieces run, those of the draft too; another version prepares them anew."""
     compiled: list[object] = []
-    compile_piece = compilation.compile_piece
-    monkeypatch.setattr(compilation, "compile_piece", lambda *call: compiled.append(call) or compile_piece(*call))
+    monkeypatch.setattr(compilation, "compile_piece", lambda piece: compiled.append(piece) or piece)
     target, small = Table(OLD), Table(OLD)
     decoder = SpeculativeDecoder(target, small, sampling=GREEDY, num_draft_tokens=2, compile=True, max_length=20)
     counts = []

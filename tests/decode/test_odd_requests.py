@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCAB, PairModel, random_table, shared_tiny
+from tiny_models import VOCAB, PairModel, TracedPairs, random_table
 from tiny_requests import in_order, texts_alone
 from tokenizers import Tokenizer, models
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,7 +202,7 @@ def test_an_odd_request_compiles_nothing() -> None:
     odd = [{"no_repeat_ngram_size": HUGE}, {"bad_words": [[n % VOCAB, 1, n // VOCAB] for n in range(400)]}]
     given = [NORMAL, *(Request([5, 6, 5, 6], 6, SamplingParams(**own), seed=1, eos_token_id=()) for own in odd)]
     given += [Request([5, 6], 6, seed=1, eos_token_id=list(range(0, VOCAB, 2))), NORMAL]
-    target = shared_tiny("llama")
+    target = TracedPairs(random_table(VOCAB, seed=5))
     expected = texts_alone(SpeculativeDecoder(target), given)
     every = SamplingParams(0.5, 9, 0.9, 0.1, 1.1, 0.1, 0.1, 3, 1, {3: 1.0}, [[4, 5]])
     with SpeculativeDecoder(target, compile=True).session(2, max_length=40) as session:

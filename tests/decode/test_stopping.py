@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -73,13 +74,19 @@ def generate(model: PreTrainedModel, rule: Callable[[Tensor], Any], **options: A
     return model.generate(IDS, **(call | options)), watched.shown
 
 
+@functools.cache
+def of_transformers(name: str) -> tuple[Any, list[Tensor]]:
+    rule, options = endings()[name]
+    return generate(shared_tiny("llama"), rule, **options)
+
+
 @pytest.mark.parametrize("draft", ["nothing", "prompt lookup", "perturbed", "itself"])
 def test_stopping_criteria_as_in_transformers(draft: str) -> None:
     """Rows get different numbers of tokens per step, some of them beyond the place where they are to end."""
     target, source = shared_tiny("llama"), DRAFTS[draft]("llama")
     all_lengths = set()
     for name, (rule, options) in endings().items():
-        expected, expected_shown = generate(target, rule, **options)
+        expected, expected_shown = of_transformers(name)
         steps: list[Step] = []
         drafting = {"draft_model": source, "num_draft_tokens": 4, "token_streamer": steps.append}
         output, shown = generate(target, rule, **options, custom_generate=custom_generate, **drafting)
@@ -150,15 +157,15 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
     new = [text.strip("\0") for text in tokenizer.batch_decode(expected[:, batch["input_ids"].shape[1] :])]
     assert new[1] == "b" and all(text.endswith(" the") for text in new[::2])
     options = {**batch, "max_new_tokens": 48, "stop_strings": STRINGS, "tokenizer": tokenizer}
-    for source in (None, draft, PromptLookup(min_ngram=1)):
-        output = target.generate(**call, custom_generate=custom_generate, draft_model=source)
-        assert torch.equal(output, expected)
+    lookup = PromptLookup(min_ngram=1)
+    for source in (None, draft, lookup):
         own = torch_specops.generate(target, **options, draft=source, sampling=GREEDY)
         assert [tokenizer.decode(own.new_tokens(row)) for row in range(3)] == new
         assert own.finish_reasons == ["stop"] * 3
-        # The criterion alone, without a tokenizer to read, is called.
-        given = {**call, "stop_strings": None, "tokenizer": None}
-        given["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, STRINGS)])
+    # The criterion alone, without a tokenizer to read, is called.
+    alone = {**call, "stop_strings": None, "tokenizer": None}
+    alone["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, STRINGS)])
+    for source, given in ((draft, call), (lookup, call), (draft, alone)):
         assert torch.equal(target.generate(**given, custom_generate=custom_generate, draft_model=source), expected)
     # Nothing stands before a text, not even what token 0 stands for.
     assert stop_string_rule(tokenizer, ["\0a"])([[97], [0, 97]]) == [False, True]
@@ -252,7 +259,7 @@ def test_a_pipeline_takes_the_loop(austen: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = austen
     plain = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
     assisted = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
-    call = {"do_sample": False, "max_new_tokens": 20, "batch_size": 3}
+    call = {"do_sample": False, "max_new_tokens": 12, "batch_size": 3}
     for stops in ({}, {"stop_sequence": "e"}, {"stop_strings": STRINGS, "tokenizer": tokenizer}):
         expected = plain(TEXTS, **call, **stops)
         steps: list[Step] = []

@@ -40,7 +40,7 @@ def decoder(kind: str, **options: Any) -> SpeculativeDecoder:
         tiny = tiny_mtp("qwen3_next", 1)
         return SpeculativeDecoder(tiny.model, MTP.from_pretrained(tiny.model), **settings)
     if kind == "hybrid":
-        target = tiny_hybrid("qwen3_5_text")
+        target = tiny_hybrid("qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
         return SpeculativeDecoder(target, perturbed(target, 0.02), **settings)
     return SpeculativeDecoder(shared_tiny("llama"), DRAFTS[kind]("llama"), **settings)
 
@@ -243,11 +243,11 @@ def test_each_keeps_its_autocast() -> None:
 def test_a_session_goes_on_beside_other_calls(kind: str) -> None:
     """While its rows are in use, while some are free, and while all are."""
     loop = decoder(kind)
-    short = {"input_ids": OTHER_IDS, "max_new_tokens": 2}
-    requests = [Request(prompt, 5 + 3 * place, seed=place) for place, prompt in enumerate([*PROMPTS, [7, 7]])]
+    short = {"input_ids": OTHER_IDS, "max_new_tokens": 1}
+    requests = [Request(prompt, 4 + 2 * place, seed=place) for place, prompt in enumerate([*PROMPTS, [7, 7]])]
     expected = many(loop, requests, 2)
-    # They need no more than a step or two to overwrite what the session has read.
-    calls = [call | {"max_new_tokens": 4} for call in CALLS]
+    # They need no more than a step to overwrite what the session has read.
+    calls = [call | {"max_new_tokens": 2} for call in CALLS]
     others = [loop.generate(**call) for call in calls]
     with loop.session(2, max_length=60, logprobs="raw") as session:
         handles = []

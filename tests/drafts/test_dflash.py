@@ -14,7 +14,7 @@ from report import Report
 from tiny_dflash import BLOCK, SLIDING, ZLAB, Recorder, new_head, new_muse, trained_drafter
 from tiny_laws import FEWER_TRIALS, V, first_tokens, model_laws, p_values, tiny_transformer
 from tiny_loops import GREEDY, Given, new_tokens
-from tiny_models import PROMPTS, greedy_alone, padded, shared_tiny, tiny
+from tiny_models import PROMPTS, TracedFeatures, greedy_alone, padded, shared_tiny, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -56,7 +56,7 @@ def test_logits_are_those_of_a_plain_computation(
     draft = Recorder(trained_drafter() if variant == "trained" else new_head(**fields))
     decoder = SpeculativeDecoder(target, draft, schedule=Given(counts), sampling=MIXED, compile=compiled)
     # The second batch begins with what the first one left.
-    for limits in ((21, 9, 15), (12, 21, 4)):
+    for limits in ((21, 9, 15), (6, 12, 4)):
         output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=limits, seed=4)
         assert output.stats.num_accepted > 0 or variant != "trained"
         assert draft.largest_difference(ZLAB | fields, target, output.lengths.tolist()) < 1e-4
@@ -188,14 +188,13 @@ def test_compiled_steps_give_the_eager_tokens(
     found = []
     for compile in (False, True):
         options: dict[str, Any] = {"sampling": MIXED, "compile": compile, "one_graph": one_graph}
-        decoder = SpeculativeDecoder(
-            shared_tiny("llama"), DFlash(trained_drafter()), num_draft_tokens=3, schedule="constant", **options
-        )
+        draft = DFlash(trained_drafter())
+        decoder = SpeculativeDecoder(TracedFeatures(), draft, num_draft_tokens=3, schedule="constant", **options)
         for seed in (1, 2):
             output = decoder.generate(INPUT_IDS, attention_mask=MASKS, max_new_tokens=20, seed=seed)
             found.append((output.sequences.tolist(), output.stats.accepted_at))
             assert backend.frame_count == (num_graphs if compile else 0)
-    assert found[:2] == found[2:]
+    assert found[:2] == found[2:] and sum(found[0][1]) > 0
 
 
 def test_bfloat16() -> None:

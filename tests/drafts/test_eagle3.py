@@ -71,7 +71,7 @@ def test_drafts_are_those_of_a_plain_computation(
     draft = Recorder(head)
     decoder = SpeculativeDecoder(target, draft, schedule=Given(counts), sampling=MIXED, compile=compiled)
     # The second batch begins with what the first one left.
-    for limits in ((21, 9, 15), (12, 21, 4)):
+    for limits in ((15, 9, 12), (8, 15, 4)):
         output = decoder.generate(INPUT_IDS, attention_mask=MASK, max_new_tokens=limits, seed=4)
         assert output.stats.num_accepted > 0 or variant != "trained"
         checked = 0
@@ -89,7 +89,8 @@ def test_drafts_are_those_of_a_plain_computation(
 @pytest.mark.parametrize("family", ["qwen2", "qwen2 sliding", "qwen3", "gemma3", "gpt2", "t5"])
 def test_greedy_is_that_of_transformers(family: str) -> None:
     """Llama is among the drafts of test_generate.py."""
-    trains = family not in ("gemma3", "t5")
+    # Training a head takes longer than the texts.
+    trains = family == "qwen2 sliding"
     for num_draft_tokens in (1, 8):
         draft = Eagle3(trained_head(family) if trains else new_head())
         output = decode(draft, num_draft_tokens, family=family)
@@ -105,7 +106,7 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
         pytest.param(MIXED, [2], False, 4, marks=pytest.mark.slow),
         # A graph for few drafts, made before the first step of more, reads what these gave.
         pytest.param(
-            *(GREEDY, [1, 3], True, 2), marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")
+            *(GREEDY, [1, 2], True, 2), marks=pytest.mark.skipif(not regions.ARE_AVAILABLE, reason="before torch 2.13")
         ),
     ],
 )

@@ -16,11 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from chains import expect_caught, expect_laws
+from marks import slow
 from report import Report
 from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
-from tiny_laws import TABLES, TARGET, V, first_tokens, p_values, pair_laws
+from tiny_laws import FEWER_TRIALS, TABLES, TARGET, V, first_tokens, p_values, pair_laws
 from tiny_loops import DRAFTS, ByTurns, Given, Pauses, decode, expected_rows, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, shared_tiny
 from torch import Tensor
@@ -109,7 +110,7 @@ def test_lookup_else_keeps_the_law(verify: str, report: Report) -> None:
         tokens = first_tokens(PairModel(TARGET), over_a_close_model(), 3, temperature, verify=verify, **filters)
         laws = pair_laws(TARGET, temperature, **filters)
         expect_laws(report, f"loop, lookup else, {verify}, T = {temperature}", p_values(tokens, laws))
-    wrong = first_tokens(PairModel(TARGET), over_a_close_model(ByTheDrawnToken), 3, verify=verify)
+    wrong = first_tokens(PairModel(TARGET), over_a_close_model(ByTheDrawnToken), 3, trials=FEWER_TRIALS, verify=verify)
     expect_caught(report, f"loop, lookup by the drawn token, {verify}", p_values(wrong, pair_laws(TARGET)))
 
 
@@ -165,15 +166,20 @@ def drafts_alone(other: str) -> dict[tuple[int, int], int]:
     return drafts
 
 
+AS_ON_CUDA = "pauses, as on CUDA"
+
+
 @pytest.mark.parametrize(
     ("schedule", "other"),
-    [(schedule, other) for schedule in ("constant", "pauses", "pauses, as on CUDA") for other in OTHERS]
+    [("constant", other) for other in OTHERS]
+    + [("pauses", "eagle 3"), ("pauses", "hierarchical"), slow("pauses", "model"), slow("pauses", "hybrid")]
+    + [(AS_ON_CUDA, "model"), (AS_ON_CUDA, "hybrid"), slow(AS_ON_CUDA, "eagle 3"), slow(AS_ON_CUDA, "hierarchical")]
     # The hybrid keeps states, so it is asked in each step, and there is nothing to choose.
     + [("by turns", other) for other in OTHERS if other != "hybrid"],
 )
 def test_lookup_else_leaves_no_cache_behind(other: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other source drafts what it drafts alone, after steps with looked-up drafts and steps without drafts."""
-    if schedule.endswith("CUDA"):
+    if schedule == AS_ON_CUDA:
         monkeypatch.setattr(lookup_else_module, "is_eager_cpu", lambda *tensors: False)
     alone = drafts_alone(other)
     found: dict[tuple[int, int], int] = {}
@@ -351,7 +357,7 @@ def test_lookup_else_gives_the_text_of_its_seed_in_any_batch(kind: str, num_draf
         )
         return new_tokens(output)
 
-    assert texts(list(range(6))) == [texts([row])[0] for row in range(6)]
+    assert texts(list(range(6)))[::2] == [texts([row])[0] for row in (0, 2, 4)]
 
 
 def test_lookup_else_follows_its_parts() -> None:

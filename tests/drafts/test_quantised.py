@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from tiny_loops import GREEDY, decode, new_tokens
 from tiny_models import PROMPTS, encoder_inputs, greedy_alone, padded, raised, tiny
 from torch import nn
@@ -89,16 +90,16 @@ def quantised(model: PreTrainedModel, weights: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("target_weights", "num_drafts", "backend"),
+    ("target_weights", "backend"),
     [
-        ("float8", 2, "eager"),
-        # With one draft it has all its parts, and compiles in half the time.
-        pytest.param("int8", 1, "inductor", marks=pytest.mark.slow),
+        # With one draft a step has all its parts, and compiles in half the time.
+        ("float8", "eager"),
+        slow("int8", "inductor"),
     ],
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_quantised_models_in_one_compiled_step(
-    target_weights: str, num_drafts: int, backend: str, monkeypatch: pytest.MonkeyPatch
+    target_weights: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact relative to the quantised target: its own greedy text, which is not that of the model it was made from."""
     model = tiny("llama", num_hidden_layers=1).float()
@@ -108,7 +109,7 @@ def test_quantised_models_in_one_compiled_step(
         torch, "compile", lambda f, **given: compile(f, **(given | {"backend": counter, "options": None}))
     )
     decoder = torch_specops.SpeculativeDecoder(
-        target, draft, num_draft_tokens=num_drafts, sampling=GREEDY, compile=True, one_graph=True
+        target, draft, num_draft_tokens=1, sampling=GREEDY, compile=True, one_graph=True
     )
     ids, mask = padded(PROMPTS, "left")
     output = decoder.generate(ids, attention_mask=mask, max_new_tokens=10, seed=0)

@@ -98,7 +98,7 @@ OWN = (r"^[2-5]\.\d\d tokens per step$", "identical to decoding without drafts: 
         ("images.py", "", [SAME, r"^[1-4]\.\d\d tokens per step$"]),
         ("hybrid.py", "", [SAME, r"^[1-5]\.\d\d tokens per step$", r"^[1-9]\d* drafts were rejected$"]),
         ("eagle3.py", "--target {target} --head {head} --prompts '3 17 5 3 17' '9 4'", ["the same text: True"]),
-        ("processors.py", f"{PAIR} --prompt '3 17 5 3 17' --words 9 '4 5'", [SAME]),
+        ("processors.py", f"{PAIR} --prompt '3 17 5 3 17' --words 9 '4 5' --new-tokens 20", [SAME]),
     ],
 )
 def test_a_script_says_so(run: Run, models: dict[str, str], name: str, arguments: str, patterns: list[str]) -> None:

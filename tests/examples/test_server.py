@@ -57,7 +57,7 @@ REQUESTS = [
     settings
     | ({"messages": [{"role": "user", "content": TEXTS[place % 3]}]} if place % 5 < 2 else {"prompt": TEXTS[place % 3]})
     | {"max_tokens": 12 + place % 9}
-    for place, settings in enumerate(SETTINGS * 3)
+    for place, settings in enumerate(SETTINGS * 2)
 ]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}It {% endif %}"
@@ -268,7 +268,7 @@ def test_every_client_gets_its_own_text(serve: Any, decoder: SpeculativeDecoder,
     """While others leave, wait, and are refused. Of a text, a stop string and what may begin it is not sent, nor a part
     of a character."""
     expected = [alone(decoder, tokenizer, body) for body in REQUESTS]
-    assert len({text for text, _, _ in expected}) > 16 and {reason for _, reason, _ in expected} == {"length", "stop"}
+    assert len({text for text, _, _ in expected}) > 12 and {reason for _, reason, _ in expected} == {"length", "stop"}
     assert any("é" in text and "\ufffd" not in text for text, _, _ in expected)
     jobs: dict[Any, Any] = {}
     with serve() as (address, handles), ThreadPoolExecutor(8) as pool:

@@ -40,7 +40,7 @@ def run(*arguments: str, **environment: str) -> Result:
 
 
 def demo(target: str, *arguments: str) -> Result:
-    return run("demo", "--target", target, "--prompt", TEXT, "--max-new-tokens", "40", *arguments)
+    return run("demo", "--target", target, "--prompt", TEXT, "--max-new-tokens", "20", *arguments)
 
 
 def bench(target: str, *arguments: str) -> Result:

@@ -9,6 +9,7 @@ wrong loop has to fall below the same ALPHA.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -142,12 +143,16 @@ def joint_law(next_law: Callable[[list[int]], Tensor]) -> Tensor:
 @torch.inference_mode()
 def model_laws(model: nn.Module, temperature: float) -> list[Tensor]:
     """[V, V, V] for each prompt, from full forwards over every text."""
-
-    def next_law(text: list[int]) -> Tensor:
-        # The decoder sees float32 logits.
-        return torch.softmax(model(torch.tensor([text])).logits[0, -1].float().double() / temperature, -1)
-
-    return [joint_law(lambda text, prompt=prompt: next_law([*prompt, *text])) for prompt in PROMPTS]
+    laws = []
+    for prompt in PROMPTS:
+        law = torch.ones((), dtype=torch.float64)
+        for count in range(LENGTH):
+            texts = torch.tensor([[*prompt, *new] for new in product(range(V), repeat=count)])
+            # The decoder sees float32 logits.
+            p = torch.softmax(model(texts).logits[:, -1].float().double() / temperature, -1)
+            law = law.unsqueeze(-1) * p.view(*law.shape, V)
+        laws.append(law)
+    return laws
 
 
 def tiny_transformer() -> nn.Module:

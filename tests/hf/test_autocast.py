@@ -155,7 +155,7 @@ def test_heads_under_autocast(kind: Callable[[Any], Any], trained: Callable[[], 
     model, head = (copy.deepcopy(module).float() for module in (shared_tiny("llama"), trained()))
     # The head was trained on their texts.
     call = CALL | dict(zip(("input_ids", "attention_mask"), padded(PROMPTS, "left"), strict=True))
-    call |= {"sampling": GREEDY, "max_new_tokens": 20}
+    call |= {"sampling": GREEDY, "max_new_tokens": 14}
     new_decoder = partial(SpeculativeDecoder, model, num_draft_tokens=3, schedule="constant")
     decoder = new_decoder(kind(head))
     outputs = in_both_states(lambda: new_decoder(kind(head)), **call)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from changes_table import NO_TEXT_RUNS, NOT_RECOMPILED, REFUSED, ROWS, Change, Row
+from marks import slow
 from model_changes import (
     adapted,
     adapter_of,
@@ -196,11 +197,8 @@ def scaled(module: nn.Module, given: Any, *rest: Any) -> Tensor:
     return rest[-1] * (0.5 if len(rest) == 2 else 1.5)
 
 
-@pytest.mark.usefixtures("traced")
-def test_compiled_session_sees_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted()
-    call = by_session(model, None, compile=True)
-    assert difference(call(2), model) < 1e-4
+def code_changes(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
+    """To be made one after another."""
     hooks: list[Any] = []
 
     def double_mlp(module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
@@ -210,7 +208,7 @@ def test_compiled_session_sees_changed_code(monkeypatch: pytest.MonkeyPatch) -> 
         own = LlamaMLP.forward
         monkeypatch.setattr(LlamaMLP, "forward", lambda self, states: own(self, states) * 2)
 
-    changes: dict[str, Callable[[], object]] = {
+    return {
         "a string of an adapter": lambda: setattr(adapter_of(model), "only", "b"),
         "a hook": lambda: hooks.append(model.lm_head.register_forward_hook(scaled)),
         "no hook": lambda: hooks.pop().remove(),
@@ -222,8 +220,29 @@ def test_compiled_session_sees_changed_code(monkeypatch: pytest.MonkeyPatch) -> 
         # The last, because its `forward` is without the hook.
         "another class": lambda: ROWS["the class of a module"].changes["__class__"].apply(model),
     }
+
+
+def test_changed_code_has_another_compile_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for a key runs for it alone. torch's guards see the string."""
+    model = adapted()
+    adapter, kinds, seen = language_model(model), [], list[Any]()
+    for change in (lambda: None, *code_changes(model, monkeypatch).values()):
+        change()
+        adapter.look()
+        key = adapter.compile_key
+        seen += [] if key in seen else [key]
+        kinds.append(seen.index(key))
+    assert kinds == [0, 0, 1, 0, 2, 3, 2, 4, 5]
+
+
+@pytest.mark.parametrize("num_changes", [3, slow(8)])
+@pytest.mark.usefixtures("traced")
+def test_compiled_session_sees_changed_code(num_changes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    call = by_session(model, None, compile=True)
+    assert difference(call(2), model) < 1e-4
     found, before = [], own_logprobs(model, PROMPTS)
-    for name, change in changes.items():
+    for name, change in list(code_changes(model, monkeypatch).items())[:num_changes]:
         change()
         after = own_logprobs(model, PROMPTS)
         assert (after - before).abs().max() > 1e-2, name

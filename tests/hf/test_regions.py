@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from tiny_hybrids import PROMISED, tiny_hybrid
 from tiny_models import PROMPTS, padded, tiny
 from torch import Tensor
@@ -30,13 +31,13 @@ def model_of(family: str) -> TransformersModel:
 @pytest.mark.parametrize(
     ("family", "num_regions", "inductor"),
     [
-        pytest.param("llama", 1, False, marks=pytest.mark.slow),
-        ("gemma3", 1, False),
+        slow("llama", 1, False),
+        slow("gemma3", 1, False),
         # A kind of layer with a state, and one with attention.
         ("lfm2", 2, False),
-        pytest.param("qwen3_5_text", 2, False, marks=pytest.mark.slow),
-        pytest.param("llama", 1, True, marks=pytest.mark.slow),
-        pytest.param("granitemoehybrid", 2, True, marks=pytest.mark.slow),
+        slow("qwen3_5_text", 2, False),
+        slow("llama", 1, True),
+        slow("granitemoehybrid", 2, True),
     ],
 )
 def test_one_region_for_all_layers(
