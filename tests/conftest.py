@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # and Dynamo asks it to after every graph.
 gc.set_threshold(100_000)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Inductor would compile a program for every instruction set of the processor to see whether the compiler has it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# A thread that waits for others would take the core of a worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
     # Triton reads it when it is imported, which the conftest.py of a folder named on the command line may do.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -48,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Each worker would start a process per core for Inductor's kernels.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
+    if not torch.cuda.is_available():
+        # They compile Triton's kernels alone, of which a CPU has none.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
     # pytest listens to every logger that does not propagate. torch writes its trace only if somebody listens: that
     # takes time, and would fill the report of a failed compile test.
     trace = logging.getLogger("torch.__trace")
