@@ -110,7 +110,7 @@ QUICK_RUNS = [
         "verify_block",
         # Rows are read and summed by the kernels of verify_exact.
         "three rows of greedy_mixed,tie_s_zero,pad_ragged,masked_token,uniforms_out_of_range_masked,mixed_nonfinite,"
-        "k0,one_hot,lse_wrong_large,lse_wrong_same,long,filters_one_hot,target_filters_temperature,"
+        "k0,one_hot,lse_wrong_large,lse_wrong_same,long_one_hot,filters_one_hot,target_filters_temperature,"
         "mixed_one_hot_late,filters_bounds",
         32,
         (45,),
