@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -243,7 +244,7 @@ def call_traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     kind = op, bound.args[0].shape[1:], *(value is None for value in bound.args)
     is_new = kind not in _watched
     _watched.add(kind)
-    with _WithoutValues() if is_new else mock.patch.object(private, "num_modes", lambda: 1):
+    with _WithoutValues() if is_new else mock.patch.object(private, "num_modes", partial(int, 1)):
         outputs = bodies[f"specops::{op}"](*bound.args)
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
