@@ -110,11 +110,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     # What Dynamo does for a log that nobody reads: it empties the processor's caches to time the guards of each graph,
-    # and reads every file that it traces for the names of its functions.
+    # reads every file that it traces for the names of its functions, and writes down all settings of compilers.
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         guards.profile_guard_manager = lambda *arguments: 0.0
     if (names := sys.modules.get("torch._dynamo.symbolic_convert")) is not None:
         names.get_funcname = lambda *arguments: None
+    if (metrics := sys.modules.get("torch._dynamo.utils")) is not None:
+        metrics.record_compilation_metrics = lambda *arguments, **options: None
 
 
 @pytest.fixture
