@@ -127,7 +127,7 @@ def test_one_hot_drafts_and_numbers_that_are_integers() -> None:
     del arguments["draft_is_one_hot"]
     assert equal(compiled(**arguments), call("verify_exact", arguments))
     compiled = torch.compile(torch_specops.verify_sigmoid, fullgraph=True, backend="aot_eager")
-    for alpha in (-1, -2, -3.5):
+    for alpha in (-1, -2):
         arguments = op_arguments("verify_sigmoid") | {"alpha": alpha}
         assert equal(compiled(**arguments), call("verify_sigmoid", arguments))
 
