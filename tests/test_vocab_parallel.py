@@ -43,7 +43,7 @@ SOME_CASES = (
     "greedy_mixed greedy_plateaus cold hot_overflow bad_temperature opposite exact_u_is_p_over_q "
     "exact_residual_below_least tie_u_zero tie_s_zero tie_below_one uniforms_out_of_range_masked tie_same one_hot "
     "one_hot_nonfinite mixed_one_hot_padded mixed_one_hot_lse lse_k8_bf16 lse_nonfinite lse_wrong_large lse_wrong_same "
-    "lenience_0.3 lenience_lse argmax_lenience_mixed argmax_lenience_nonfinite"
+    "lenience_0.3 lenience_lse argmax_lenience_plateaus argmax_lenience_padded"
 )
 TWO = Split(17, num_ranks=2)
 # 9 and 8 columns; 33, 33, 33 and 31; one rank with a column and three without.
