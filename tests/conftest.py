@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 # and Dynamo asks it to after every graph.
 gc.set_threshold(100_000)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-# Where a test has several threads, one that waits would take the time of another worker.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Inductor would compile a program for every instruction set of the processor to see whether the compiler has it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# A thread that waits for others would take the core of a worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "TORCH_SPECOPS_CUDA_STAND_IN" in os.environ:
     # Triton reads it when it is imported, which the conftest.py of a folder named on the command line may do.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -50,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Each worker would start a process per core for Inductor's kernels.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, os.cpu_count() or 1)))
+    if not torch.cuda.is_available():
+        # They compile Triton's kernels alone, of which a CPU has none.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
     # pytest listens to every logger that does not propagate. torch writes its trace only if somebody listens: that
     # takes time, and would fill the report of a failed compile test.
     trace = logging.getLogger("torch.__trace")
@@ -105,11 +110,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     # What Dynamo does for a log that nobody reads: it empties the processor's caches to time the guards of each graph,
-    # and reads every file that it traces for the names of its functions.
+    # reads every file that it traces for the names of its functions, and writes down all settings of compilers.
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         guards.profile_guard_manager = lambda *arguments: 0.0
     if (names := sys.modules.get("torch._dynamo.symbolic_convert")) is not None:
         names.get_funcname = lambda *arguments: None
+    if (metrics := sys.modules.get("torch._dynamo.utils")) is not None:
+        metrics.record_compilation_metrics = lambda *arguments, **options: None
 
 
 @pytest.fixture

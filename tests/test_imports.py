@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import subprocess
 import sys
@@ -80,11 +81,14 @@ def layer(path: str) -> str:
 LAYERS = {layer(path) for path in MODULES}
 
 
+parse = functools.cache(ast.parse)
+
+
 def imports(path: str, source: str) -> set[str]:
     """What a module of the package imports, anywhere in its text: absolute names, ours spelled out."""
     package = ["torch_specops", *path.split("/")[:-1]]
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,7 +152,7 @@ def private_names(path: str, source: str) -> set[str]:
     or `triton` itself counts.
     """
     names = {name for name in imports(path, source) if "._" in name and name.startswith(("torch.", "triton."))}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "triton"):
             names.update(f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_"))
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
@@ -189,8 +193,9 @@ def run_python(source: str) -> str:
 
 
 def test_import_needs_torch_and_numpy_alone() -> None:
-    """Nothing else that is installed. Submodules are loaded when they are used; so is `hf`, which takes long."""
-    names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf"})
+    """Nothing else that is installed. Submodules are loaded when they are used; so are `hf` and `inductor`, which take
+    long."""
+    names = sorted(set(torch_specops._LOADED_WHEN_USED) - {"hf", "inductor"})
     first, second, last = run_python(f"""
 import sys, numpy, torch
 before = set(sys.modules)

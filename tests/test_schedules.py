@@ -10,9 +10,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
+from marks import slow
 from simulated_loop import (
     Loop,
     Seconds,
@@ -111,6 +113,15 @@ def learning(num_rows: int = 1, most: int = 10) -> int:
     return steps
 
 
+def in_turns(first: Sequence[Any], second: Sequence[Any], third: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Every combination; of the values of `third`, one in turn for two others is quick."""
+    combinations = product(enumerate(first), enumerate(second), enumerate(third))
+    return [
+        (slow if (i + j - k) % len(third) else pytest.param)(one, other, *rest)
+        for (i, one), (j, other), (k, rest) in combinations
+    ]
+
+
 @pytest.mark.parametrize("seconds", [flat, dear, stepped])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.8, 0.95, 1.0])
 def test_auto_with_looked_up_drafts(chance: float, seconds: Seconds) -> None:
@@ -151,10 +162,11 @@ def test_auto_with_planned_drafts(drafting: float, chance: float, is_compiled: b
     assert sum(exact[count] for count in settled) / len(settled) > least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("length", "num_texts"), [(64, 1), (64, 8), (600, 1)])
-@pytest.mark.parametrize("seconds", [flat, dear, stepped])
-@pytest.mark.parametrize("match", [2, 30])
-def test_auto_with_wrong_drafts(match: int, seconds: Seconds, length: int, num_texts: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "match", "length", "num_texts"),
+    in_turns([flat, dear, stepped], [2, 30], [(64, 1), (64, 8), (600, 1)]),
+)
+def test_auto_with_wrong_drafts(seconds: Seconds, match: int, length: int, num_texts: int) -> None:
     texts = [a_text(length, lambda position: 0.0, match=match) for _ in range(num_texts)]
     for options in ({}, {"looks_up": False, "drafting": 0.4}):
         loop = Loop(Auto(10), seconds, **options)
@@ -166,10 +178,9 @@ def test_auto_with_wrong_drafts(match: int, seconds: Seconds, length: int, num_t
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"has_equal_prompts": False}, {"is_captured": True}], ids=["eager", "ragged", "captured"]
+    ("num_texts", "drafting", "options"),
+    in_turns([1, 8, 64], [0.0, 0.1, 0.3], [({},), ({"has_equal_prompts": False},), ({"is_captured": True},)]),
 )
-@pytest.mark.parametrize("drafting", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("num_texts", [1, 8, 64])
 def test_auto_in_short_static_batches(num_texts: int, drafting: float, options: dict[str, Any]) -> None:
     """Calls of 40 tokens on a device where all tokens of a step take as long as one. Drafts that are often right are
     found in the first call if they cost nothing, in the second at 0.1 of a step, and in the third at 0.3: there all

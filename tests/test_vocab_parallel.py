@@ -29,21 +29,31 @@ from torch_specops.testing import Case, sample_inputs
 all_gather = vocab_parallel._all_gather
 
 
-def shared_cases(vocab_size: int) -> list[Case]:
+def shared_cases(vocab_size: int, names: str | None) -> list[Case]:
     """The cases of every backend, but for those with filters, which these functions do not have."""
-    filters = {"top_k", "top_p", "min_p"}
-    cases = [case for op in ("verify_exact", "sample") for case in sample_inputs(op, vocab_sizes=[vocab_size])]
+    filters, options = {"top_k", "top_p", "min_p"}, {"vocab_sizes": [vocab_size], "names": names and names.split()}
+    cases = [case for op in ("verify_exact", "sample") for case in sample_inputs(op, **options)]
     return [case for case in cases if not filters & case.args.keys()]
 
 
-# 33, 33, 33 and 31 columns; 9 and 8; one rank with a column and three without.
-SPLITS = [slow(Split(130, draft_is_whole=True)), Split(17, num_ranks=2), slow(Split(1))]
+# One or two of every kind.
+SOME_CASES = (
+    "k3 k8 k0_greedy b0 fp16_fp32 vocab_sliced_bf16 transposed_fp16 expanded int32 float64_uniforms pad_ragged "
+    "target_nan target_inf draft_nan mixed_nonfinite mixed_nonfinite_greedy masked_token overflow overflow_fp16 "
+    "greedy_mixed greedy_plateaus cold hot_overflow bad_temperature opposite exact_u_is_p_over_q "
+    "exact_residual_below_least tie_u_zero tie_s_zero tie_below_one uniforms_out_of_range_masked tie_same one_hot "
+    "one_hot_nonfinite mixed_one_hot_padded mixed_one_hot_lse lse_k8_bf16 lse_nonfinite lse_wrong_large lse_wrong_same "
+    "lenience_0.3 lenience_lse argmax_lenience_plateaus argmax_lenience_padded"
+)
+TWO = Split(17, num_ranks=2)
+# 9 and 8 columns; 33, 33, 33 and 31; one rank with a column and three without.
+SPLITS = [(TWO, SOME_CASES), slow(TWO, None), slow(Split(130, draft_is_whole=True), None), slow(Split(1), None)]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split.vocab_size}-over-{split.num_ranks}")
-def test_sharded_equals_whole(split: Split, report: Report) -> None:
-    """Every case of the other backends: dtypes, strides, masks, NaN, temperatures, padding, one-hot, lse, lenience."""
-    cases = shared_cases(split.vocab_size)
+@pytest.mark.parametrize(("split", "names"), SPLITS, ids=["some of 17", "17", "130", "1"])
+def test_sharded_equals_whole(split: Split, names: str | None, report: Report) -> None:
+    """The cases of the other backends: dtypes, strides, masks, NaN, temperatures, padding, one-hot, lse, lenience."""
+    cases = shared_cases(split.vocab_size, names)
     assert len(cases) > 60
     check(zip(cases, agreed(in_ranks(run_cases, cases, split)), strict=True), report)
 
@@ -244,9 +254,6 @@ def run_compiled(backend: str, dtensor: bool, split: Split) -> list[Result] | No
         with torch.compiler.set_stance(stance):
             results += [compiled(each), eager(each)]
     return results
-
-
-TWO = Split(17, num_ranks=2)
 
 
 @pytest.mark.parametrize(

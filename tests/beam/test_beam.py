@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from marks import slow
@@ -48,7 +50,9 @@ def test_any_width_and_depth(num_beams: int, num_draft_tokens: int, draft_beams:
         assert 0 < output.stats.num_accepted < output.stats.num_proposed
 
 
-WAYS_TO_STOP: tuple[bool | str, ...] = (False, True, "never")
+ALL_WAYS_TO_STOP = tuple(product((False, True, "never"), (-1.0, 0.0, 0.6, 3.0)))
+# "never" looks further ahead where the penalty is above 0, and there only.
+WAYS_TO_STOP = ((False, 3.0), (False, -1.0), (True, 0.6), ("never", -1.0), ("never", 0.0), ("never", 3.0))
 
 
 def ends_of(family: str, num_ends: int) -> tuple[int, ...]:
@@ -56,18 +60,19 @@ def ends_of(family: str, num_ends: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(expected_beams(family, 3)[0][0][4:]))[:num_ends]
 
 
-@pytest.mark.parametrize("num_ends", [slow(1), slow(2), 6])
-def test_ends_are_those_of_transformers(num_ends: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ends", "ways"), [(6, WAYS_TO_STOP), *(slow(number, ALL_WAYS_TO_STOP) for number in (1, 2, 6))]
+)
+def test_ends_are_those_of_transformers(num_ends: int, ways: tuple[tuple[bool | str, float], ...]) -> None:
     results = set()
     for family, draft in (("qwen2", "perturbed"), ("gemma", "nothing")):
         eos = ends_of(family, num_ends)
-        for length_penalty in (-1.0, 0.0, 0.6, 3.0):
-            for early_stopping in WAYS_TO_STOP:
-                options = {"early_stopping": early_stopping, "length_penalty": length_penalty}
-                output = search(shared_tiny(family), 3, make_draft(draft, family), eos_token_id=eos, **options)
-                expected = expected_beams(family, 3, eos, **options)
-                assert_same(beams_of(output), expected)
-                results.add(tuple(tokens for tokens, _ in expected))
+        for early_stopping, length_penalty in ways:
+            options = {"early_stopping": early_stopping, "length_penalty": length_penalty}
+            output = search(shared_tiny(family), 3, make_draft(draft, family), eos_token_id=eos, **options)
+            expected = expected_beams(family, 3, eos, **options)
+            assert_same(beams_of(output), expected)
+            results.add(tuple(tokens for tokens, _ in expected))
     # The options matter: they give different beams, of different lengths.
     assert len(results) >= 5
     assert len({len(tokens) for beams in results for tokens in beams}) > 3

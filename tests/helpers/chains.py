@@ -25,7 +25,7 @@ from torch_specops.ops.cpu import softmax
 from torch_specops.testing import chi_square
 
 V = 16
-TRIALS = 24_000
+TRIALS = 12_000
 LENGTH = 3
 ALPHA = 1e-6
 # The state before the first token.

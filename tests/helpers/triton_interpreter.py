@@ -90,8 +90,8 @@ def meeting_once(meet: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[An
         if not isinstance(left, tl.tensor):
             return meet(self, left, right, *rest)
         if isinstance(right, tl.tensor):
-            is_same = left.type.name == right.type.name and left.dtype.name in PLAIN_TYPES
-            return (left, right) if is_same else meet(self, left, right, *rest)
+            is_same = left.dtype.name == right.dtype.name and left.dtype.name in PLAIN_TYPES
+            return self.broadcast_impl_value(left, right) if is_same else meet(self, left, right, *rest)
         like = (left.type.name, type(right), right, *rest)
         if like not in known:
             other, block = meet(self, left, right, *rest)
@@ -101,6 +101,16 @@ def meeting_once(meet: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[An
         return left, known[like]
 
     return met
+
+
+def broadcasting_if_needed(broadcast: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """What brings two tensors to one shape: most have it."""
+
+    def broadcasted(self: Any, left: tl.tensor, right: tl.tensor) -> tuple[Any, Any]:
+        is_same = left.type.is_block() == right.type.is_block() and left.handle.data.shape == right.handle.data.shape
+        return (left, right) if is_same else broadcast(self, left, right)
+
+    return broadcasted
 
 
 def equal_sizes(self: tl.tuple, other: Any) -> tl.constexpr:
@@ -119,6 +129,8 @@ def prepare() -> None:
     interpreter.InterpreterBuilder.create_maxnumf = larger
     # It would compute whether integers overflow, which takes a third of the time, and say so in debug mode alone.
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    # It would compare the size of every tensor's numbers with its type.
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     # It would make a table of all types in every call.
     interpreter._get_np_dtype = remembering(interpreter._get_np_dtype)
     # It would make a tuple of the sizes of every tensor, and look for the types of these.
@@ -126,6 +138,7 @@ def prepare() -> None:
     tl.block_type.__init__ = describing_blocks_once(tl.block_type.__init__)
     tl.tuple.__eq__ = equal_sizes
     semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = broadcasting_if_needed(semantic.broadcast_impl_value)
     semantic.binary_op_type_checking_impl = meeting_once(semantic.binary_op_type_checking_impl)
     run_kernel, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
 

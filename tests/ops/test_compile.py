@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from marks import slow
 from op_cases import OPS, VERIFY_OPS, assert_equal, call, equal, op_arguments, tensor_arguments
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -83,7 +84,7 @@ def test_inductor(op: str) -> None:
 @pytest.mark.parametrize(
     "op, longest, kind",
     [("verify_exact", 2**15 - 1, kind) for kind in ("long", "short", "filtered", "ahead of time")]
-    + [("verify_gumbel", 1024, kind) for kind in ("long", "short", "ahead of time")],
+    + [("verify_gumbel", 1024, "long"), ("verify_gumbel", 1024, "short"), slow("verify_gumbel", 1024, "ahead of time")],
 )
 def test_long_rows_are_left_to_an_eager_call(op: str, longest: int, kind: str) -> None:
     """Except with filters, and in programs that run without Python."""
@@ -126,7 +127,7 @@ def test_one_hot_drafts_and_numbers_that_are_integers() -> None:
     del arguments["draft_is_one_hot"]
     assert equal(compiled(**arguments), call("verify_exact", arguments))
     compiled = torch.compile(torch_specops.verify_sigmoid, fullgraph=True, backend="aot_eager")
-    for alpha in (-1, -2, -3.5):
+    for alpha in (-1, -2):
         arguments = op_arguments("verify_sigmoid") | {"alpha": alpha}
         assert equal(compiled(**arguments), call("verify_sigmoid", arguments))
 

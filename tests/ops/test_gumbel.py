@@ -21,7 +21,7 @@ from torch_specops.ops.cpu import gumbel
 from torch_specops.ops.uniforms import noise_key_bytes
 from torch_specops.testing import chi_square
 
-N = 6_000
+N = 3_000
 SEEDS = torch.arange(N)
 FILTERS = {"top_k": 9, "top_p": 0.8, "min_p": 0.05}
 Verify = Callable[..., tuple[Tensor, Tensor]]
@@ -64,10 +64,10 @@ def test_gumbel_tokens_follow_the_target(temperature: float, filters: dict[str, 
     options = {"temperature": temperature, **filters}
     tokens, _ = emit(target, None, 0, **options)
     expect_laws(report, f"verify_gumbel, T = {temperature}, {filters}", chain_p_values(tokens, target, **options))
-    few, others = SEEDS[:2000], SEEDS[:2000] + N
+    few, others = SEEDS[:1000], SEEDS[:1000] + N
     for logits, num_drafts, own in ((None, 2, few), (draft, 1, few), (draft, 3, few), (-target, 2, others)):
         again, _ = emit(target, logits, num_drafts, seeds=few, draft_seeds=own, **options)
-        assert torch.equal(again, tokens[:2000])
+        assert torch.equal(again, tokens[:1000])
 
 
 def test_gumbel_rows_with_other_settings(report: Report) -> None:
@@ -108,7 +108,7 @@ def test_the_op_is_sampling_in_every_row() -> None:
     """The control of the wrong samplers below."""
     target, draft = tables(1, "close")
     right = by_rows(lambda positions, i: positions + i)
-    texts = [emit(target, draft, 2, seeds=SEEDS[:2000], verify=verify)[0] for verify in (right, verify_gumbel)]
+    texts = [emit(target, draft, 2, seeds=SEEDS[:1000], verify=verify)[0] for verify in (right, verify_gumbel)]
     assert torch.equal(*texts)
 
 
@@ -124,7 +124,11 @@ def test_the_op_is_sampling_in_every_row() -> None:
 @pytest.mark.parametrize("draft_kind", ["close", slow("one-hot")])
 def test_wrong_sampler_is_caught(name: str, wrong: Verify, draft_kind: str, report: Report) -> None:
     target, draft = tables(1, "close")
-    tokens, _ = emit(target, None if draft_kind == "one-hot" else draft, 2, verify=wrong)
+    # Few drafts of the second kind are accepted, and a mistake is rare.
+    kind: dict[str, Any] = {"draft": draft, "seeds": SEEDS}
+    if draft_kind == "one-hot":
+        kind = {"draft": None, "seeds": torch.arange(2 * N)}
+    tokens, _ = emit(target, num_drafts=2, verify=wrong, **kind)
     expect_caught(report, f"verify_gumbel, {name}, {draft_kind} draft", chain_p_values(tokens, target))
 
 

