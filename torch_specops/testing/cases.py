@@ -85,7 +85,7 @@ def sample_inputs(
     Examples:
         >>> import torch_specops
         >>> from torch_specops.testing import compare, sample_inputs
-        >>> for case in sample_inputs("verify_exact", vocab_sizes=[17], names=["k3", "lse"]):   # or all
+        >>> for case in sample_inputs("verify_exact", vocab_sizes=[17], names=["k3", "lse"]):
         ...     found = compare(case, torch_specops.verify_exact(**case.args))   # or an op of your own
         ...     assert not found.wrong, (case.name, found.wrong)
     """
