@@ -276,6 +276,29 @@ def test_the_schedule_is_offered_what_may_be_verified() -> None:
     assert offered[0] == [0, 1]
 
 
+def test_lookups_after_steps_without_drafts_ask_the_other_source_for_nothing() -> None:
+    """It does not read the tokens of these steps until it is asked for drafts."""
+    calls: list[str] = []
+
+    class Watched(ModelDraft):
+        def catch_up(self, *arguments: Any) -> None:
+            calls.append("catch_up")
+
+        def propose(self, *arguments: Any) -> Draft:
+            calls.append("propose")
+            return super().propose(*arguments)
+
+    def plan(step: NextStep) -> tuple[list[int], list[bool]]:
+        calls.append("plan")
+        most = min(calls.count("plan") // 5, 3)
+        return [min(found, most) for found in step.offered or [0] * len(step.texts)], [True] * len(step.texts)
+
+    draft = LookupElse(Watched(shared_tiny("llama")), min_match=1, lookup=Known(min_ngram=1))
+    output = decode(draft, 3, schedule=Planning(plan))
+    assert new_tokens(output) == expected_rows()
+    assert set(calls) == {"plan"} and output.stats.num_accepted > 0
+
+
 def test_lookups_stop_when_they_have_lost_too_much_time() -> None:
     """They find nothing here. Steps are drafted without them then, and the texts are the same."""
     calls: list[None] = []

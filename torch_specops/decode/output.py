@@ -254,8 +254,9 @@ class GenerationOutput:
         return list(map(acceptance_of, self.steps))
 
     def show(self, tokenizer: Any = None) -> View:
-        """The new text of every row: accepted drafts, the first rejected draft of each step, and the target's own
-        tokens.
+        """The new text of every row: accepted drafts, the first rejected draft of each step if it has a text, and the
+        target's own tokens. A rejected line break is shown as ↵. A rejected draft may stand a few characters early,
+        because the text of the tokens before it may still change.
 
         Args:
             tokenizer: as in `texts`; None = show the numbers of the tokens.

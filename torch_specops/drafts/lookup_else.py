@@ -169,7 +169,7 @@ class LookupElse(SampledDraft):
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # Inside a hierarchical draft, the sequence of an unfinished row may be as long as before.
         self._last_lengths = torch.zeros_like(lengths)
-        if self.can_choose and self._is_eager:
+        if self.can_choose and (self._is_eager or self._chosen is not None):
             # `propose` lets `other` read these tokens when it next asks it.
             self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
             return
