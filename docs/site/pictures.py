@@ -151,6 +151,7 @@ def record_text() -> list[list[str]]:
     return pieces
 
 
+@torch.inference_mode()
 def record_step() -> dict[str, Any]:
     """A step in which drafts are accepted and one is rejected, with the numbers that decided."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
