@@ -476,6 +476,17 @@ def test_auto_with_two_sources(
     assert times[2] < share * min(times[:2]) + LOST * to_the_limit
 
 
+@pytest.mark.parametrize("seconds", [flat, stepped])
+def test_auto_in_static_batches_of_texts_that_copy(seconds: Seconds) -> None:
+    """Sequences take turns in copying, so none is the slowest for long."""
+    schedule, times, best = Auto(10), 0.0, 0.0
+    for batch in range(3):
+        texts = [[cell[:3] for cell in a_double_text(400, 0.9, 0.9, 0.0, 0.0, 100 * batch + row)] for row in range(8)]
+        times += Loop(schedule, seconds).run(texts)
+        best += best_constant(texts, seconds)
+    assert times < 1.1 * best
+
+
 def test_lookups_before_a_plan_lose_no_more_than_their_limit() -> None:
     """They find nothing, and each takes a tenth of a step."""
     texts, seconds = [a_double_text(400, 0.0, 0.0, 0.02, 0.0, 0)], []

@@ -121,15 +121,15 @@ class Planner:
             step.lookup_seconds = time.perf_counter() - started
         else:
             found = Draft(state.tokens.new_full((len(step.rows), most), -1))
-        offered = (found.tokens >= 0).cumprod(1).sum(1)[step.active].tolist()
-        matches = found.matches
+        step.drafts, matches = found.tokens.tolist(), None if found.matches is None else found.matches.tolist()
+        # Count in Python: each operation of torch would take as long as all of these rows.
+        offered = [([*step.drafts[index], -1]).index(-1) for index in step.active]
         step.asked = replace(
             step.asked,
             offered=offered,
-            matches=None if matches is None else matches[step.active].tolist(),
+            matches=None if matches is None else [matches[index] for index in step.active],
             num_others=draft.num_other_tokens,
         )
-        step.drafts = found.tokens.tolist()
         counts, is_first = self._schedule.plan_sources(step.asked)
         if [*map(type, is_first)] != [bool] * len(offered):
             name = type(self._schedule).__name__

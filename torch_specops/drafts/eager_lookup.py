@@ -61,6 +61,9 @@ def prompt_lookup(
     rows = np.arange(len(suffixes))
     found = texts.longest_matches(suffixes[:, :max_ngram])
     is_found = np.array([length >= min_ngram for length, _ in found], bool)
+    # In most steps no row has a match.
+    if not is_found.any():
+        return np.full((len(rows), num_draft_tokens), NO_DRAFT), np.zeros(len(rows), np.int64)
     places = np.array([places[0] if length >= min_ngram else 0 for length, places in found], np.int64)
     is_draft = is_found[:, None] & (repeat | (np.arange(num_draft_tokens) < (texts.last - places)[:, None]))
     drafts = np.where(is_draft, texts.following(rows, places, num_draft_tokens), NO_DRAFT)

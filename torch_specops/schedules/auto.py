@@ -33,6 +33,9 @@ PATIENCE, CAUTION, MEMORY_OF_SEQUENCE = 2.0, 0.7, 0.95
 CHANCE_OF_OTHERS, WEIGHT_OF_OTHERS = 0.7, 5.0
 PATIENCE_OF_OTHERS, MEMORY_OF_OTHERS = 8.0, 0.5 ** (1 / 50)
 MOST_CERTAIN, LEAST_CHANCE = 0.98, 0.01
+# In later steps, the number of accepted drafts of a sequence is nearer to the mean of the batch by this share, because
+# copied passages end and begin.
+TO_THE_MEAN = 0.7
 # Drafts that did not pay are tried again after TRY_AFTER steps without drafts. The number doubles with each try, up to
 # TRY_AFTER_AT_MOST.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
@@ -135,7 +138,7 @@ class Auto(Schedule):
             return nothing, none
         is_declined, is_due = step.texts == self._declined, self._num_undrafted >= self._try_after
         # Plan no drafts before the next try is due: steps without drafts teach nothing about the drafts of a model.
-        if is_declined and step.offered is None and not is_due:
+        if is_declined and not any(step.offered or ()) and not is_due:
             return nothing, none
         self._sequences = {text: self._sequences.get(text) or (_Share(), _Share()) for text in step.texts}
         reached = self._chances_of_lookups(step) if step.asks_again else self._chances(step)
@@ -169,12 +172,14 @@ class Auto(Schedule):
         """The better of two plans: looked-up drafts alone; or for each row the drafts of the source from which more are
         expected to be right."""
         looked_up = self._chances_of_lookups(step)
-        first = self._best(replace(step, looks_up=True), costs, looked_up, purse, later=others)
+        first = _Best(0.0, [0] * len(looked_up))
+        if any(looked_up):
+            first = self._best(replace(step, looks_up=True), costs, looked_up, purse)
         is_first = [sum(chances) >= sum(other) for chances, other in zip(looked_up, others, strict=True)]
         if not all(is_first):
             sources = list(zip(looked_up, others, is_first, strict=True))
             reached = [chances if is_looked_up else other for chances, other, is_looked_up in sources]
-            mixed = self._best(step, costs, reached, purse_of_others, later=others)
+            mixed = self._best(step, costs, reached, purse_of_others)
             if mixed.rate > first.rate:
                 return mixed.counts, is_first
         return first.counts, list(map(bool, first.counts))
@@ -186,7 +191,6 @@ class Auto(Schedule):
         reached: list[list[float]],
         purse: float,
         *,
-        later: list[list[float]] | None = None,
         is_trial: bool = False,
     ) -> _Best:
         """The numbers of drafts with the largest expected gain whose risk fits into the purse. All numbers are 0 if no
@@ -194,11 +198,10 @@ class Auto(Schedule):
 
         Args:
             reached: the probability that each draft of this step is accepted.
-            later: the same for the steps after it; None = `reached`.
         """
         num_texts, buckets, left = len(reached), self.buckets, max(step.left)
         plain, base, per_token = _without_drafts(step, costs)
-        shares, saved = self._savings(step, reached if later is None else later, base, per_token)
+        shares, saved = self._savings(step, reached, base, per_token)
         luck = _Luck(shares, 0 if step.is_refilled else left)
         levels = [level for level in buckets if level > 0] if step.is_compiled else list(range(1, buckets[-1] + 1))
         if is_trial or not costs.are_known:
@@ -362,7 +365,11 @@ class Auto(Schedule):
         num_texts = len(reached)
         if step.is_refilled or num_texts == 1:
             return [1 / num_texts] * num_texts, [base / num_texts] * num_texts
-        steps = [left / (1 + sum(chances)) for left, chances in zip(step.left, reached, strict=True)]
+        accepted = [sum(chances) for chances in reached]
+        mean = sum(accepted) / num_texts
+        steps = [
+            left / (1 + count + TO_THE_MEAN * (mean - count)) for left, count in zip(step.left, accepted, strict=True)
+        ]
         last = max(steps)
         # Drafts of a sequence save nothing if it ends before the slowest sequence even without drafts.
         weights = [
