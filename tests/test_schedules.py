@@ -496,6 +496,25 @@ def test_lookups_before_a_plan_lose_no_more_than_their_limit() -> None:
     assert seconds[0] + 0.3 < seconds[1] < seconds[0] + LOST * 400 + RESERVE
 
 
+class Counting(Auto):
+    """Keeps the answers of `may_look_up`, in a list that all copies share."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.answers: list[bool] = []
+
+    def may_look_up(self, step: NextStep) -> bool:
+        self.answers.append(super().may_look_up(step))
+        return self.answers[-1]
+
+
+@pytest.mark.parametrize(("copied", "least", "most"), [(0.0, 0.5, 0.6), (1.0, 1.0, 1.0)])
+def test_lookups_that_find_nothing_are_seldom(copied: float, least: float, most: float) -> None:
+    schedule = Counting()
+    run_with_two_sources(schedule, [a_double_text(200, copied, 0.9, 0.02, 0.0, 1)], flat, 0.1, 1, is_refilled=False)
+    assert least <= sum(schedule.answers) / len(schedule.answers) <= most
+
+
 def test_auto_tries_the_second_source_beside_lookups() -> None:
     """Lookups that pay in each step do not keep the other source, which was mostly wrong in an earlier batch, from
     being tried."""

@@ -115,21 +115,17 @@ class Planner:
         row's drafts."""
         assert isinstance(self._schedule, Auto)
         most = min(max(step.asked.rooms), max(self._schedule.buckets))
+        found, offered, matches = state.tokens[:, :0], [0] * len(step.active), None
         if self._schedule.may_look_up(step.asked):
             started = time.perf_counter()
-            found = draft.look_up(state.tokens, state.lengths, most)
+            looked_up = draft.look_up(state.tokens, state.lengths, most)
+            found, step.drafts = looked_up.tokens, looked_up.tokens.tolist()
+            # Count in Python: each operation of torch would take as long as all of these rows.
+            offered = [[*step.drafts[index], -1].index(-1) for index in step.active]
+            if looked_up.matches is not None:
+                matches = looked_up.matches[step.active].tolist()
             step.lookup_seconds = time.perf_counter() - started
-        else:
-            found = Draft(state.tokens.new_full((len(step.rows), most), -1))
-        step.drafts, matches = found.tokens.tolist(), None if found.matches is None else found.matches.tolist()
-        # Count in Python: each operation of torch would take as long as all of these rows.
-        offered = [([*step.drafts[index], -1]).index(-1) for index in step.active]
-        step.asked = replace(
-            step.asked,
-            offered=offered,
-            matches=None if matches is None else [matches[index] for index in step.active],
-            num_others=draft.num_other_tokens,
-        )
+        step.asked = replace(step.asked, offered=offered, matches=matches, num_others=draft.num_other_tokens)
         counts, is_first = self._schedule.plan_sources(step.asked)
         if [*map(type, is_first)] != [bool] * len(offered):
             name = type(self._schedule).__name__
@@ -141,9 +137,10 @@ class Planner:
         step.counts, step.is_looked_up = self._checked("plan_sources", counts, limits), is_first
         step.num_draft_tokens = max(step.counts)
         if step.num_draft_tokens > 0:
-            is_looked_up = torch.zeros(len(step.rows), 1, dtype=torch.bool, device="cpu")
-            is_looked_up[step.active, 0] = torch.tensor(step.is_looked_up, device="cpu")
-            draft.choose(torch.where(is_looked_up, found.tokens, -1), _num_others(step))
+            chosen = found.new_full((len(step.rows), most), -1)
+            if first := [index for index, is_looked_up in zip(step.active, is_first, strict=True) if is_looked_up]:
+                chosen[first, : found.shape[1]] = found[first]
+            draft.choose(chosen, _num_others(step))
         return step
 
     def _rooms(self, going: Sequence[Row]) -> list[int]:

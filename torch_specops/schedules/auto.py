@@ -39,6 +39,9 @@ TO_THE_MEAN = 0.7
 # Drafts that did not pay are tried again after TRY_AFTER steps without drafts. The number doubles with each try, up to
 # TRY_AFTER_AT_MOST.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
+# After this many steps without looked-up drafts, drafts are looked up in every second step only, if there is another
+# source.
+LOOK_UP_LESS_AFTER = 8
 
 
 class Auto(Schedule):
@@ -100,7 +103,7 @@ class Auto(Schedule):
 
     def reset(self) -> None:
         self._purses = tuple(map(_Purse, self._reserves))
-        self._elapsed = self._num_undrafted = 0
+        self._elapsed = self._num_undrafted = self._num_unfound = 0
         self._try_after = TRY_AFTER
         # A step with drafts that ran before costs were known, and the cost that was assumed for it.
         self._unjudged: tuple[PastStep, float] | None = None
@@ -158,8 +161,10 @@ class Auto(Schedule):
         return counts, is_first
 
     def may_look_up(self, step: NextStep) -> bool:
-        """Whether the time of a lookup before the plan may still be lost, if there are two sources."""
-        return self._purses[0].most(self._allowance(step)) > 0
+        """Whether to look up drafts before the plan, if there are two sources: not if the time of a lookup may not be
+        lost, and seldom if lookups find nothing."""
+        is_skipped = self._num_unfound >= LOOK_UP_LESS_AFTER and self._num_unfound % 2 == 0
+        return not is_skipped and self._purses[0].most(self._allowance(step)) > 0
 
     def _allowance(self, step: NextStep) -> float:
         """How much time drafts of the batch may lose."""
@@ -273,6 +278,7 @@ class Auto(Schedule):
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         self._elapsed += 1
+        self._num_unfound = 0 if any(planned.offered or ()) else self._num_unfound + 1
         for reserve in self._reserves:
             if reserve.num_steps < LARGEST_RESERVE:
                 reserve.num_steps += LOST_SHARE
