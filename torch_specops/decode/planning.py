@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from .. import checks
