@@ -39,9 +39,9 @@ TO_THE_MEAN = 0.7
 # Drafts that did not pay are tried again after TRY_AFTER steps without drafts. The number doubles with each try, up to
 # TRY_AFTER_AT_MOST.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
-# After this many steps without looked-up drafts, drafts are looked up in every second step only, if there is another
-# source.
-LOOK_UP_LESS_AFTER = 8
+# If there is another source, drafts are looked up in each step, after LOOK_UP_LESS_AFTER steps that found none in every
+# second, after as many more in every third, then in every fourth.
+LOOK_UP_LESS_AFTER, RAREST_LOOKUPS = 8, 4
 
 
 class Auto(Schedule):
@@ -163,8 +163,8 @@ class Auto(Schedule):
     def may_look_up(self, step: NextStep) -> bool:
         """Whether to look up drafts before the plan, if there are two sources: not if the time of a lookup may not be
         lost, and seldom if lookups find nothing."""
-        is_skipped = self._num_unfound >= LOOK_UP_LESS_AFTER and self._num_unfound % 2 == 0
-        return not is_skipped and self._purses[0].most(self._allowance(step)) > 0
+        every = min(1 + self._num_unfound // LOOK_UP_LESS_AFTER, RAREST_LOOKUPS)
+        return self._num_unfound % every == 0 and self._purses[0].most(self._allowance(step)) > 0
 
     def _allowance(self, step: NextStep) -> float:
         """How much time drafts of the batch may lose."""
