@@ -128,7 +128,6 @@ def test_the_verifier_passes_everything_on(op: str) -> None:
 
 PROMPT = torch.tensor([[1, 2], [3, 4]])
 THREE = torch.tensor([[1, 2, 3], [1, 2, 3]])
-HOLE = torch.tensor([[1, 1, 1], [1, 0, 1]])
 
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_ids": torch.ones(3, dtype=torch.int64)}, ValueError, r"input_ids: expected \[B, P\] .* shape \[3\]"),
