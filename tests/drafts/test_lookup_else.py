@@ -231,6 +231,19 @@ def test_auto_hears_what_each_source_drafted() -> None:
     assert seen == {(True, True), (True, False), (False, True), (False, False)}
 
 
+@pytest.mark.parametrize("more", [-2, 2])
+def test_auto_with_a_lookup_that_proposes_fewer_or_more_drafts_than_asked(more: int) -> None:
+    class Wide(Known):
+        def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any) -> Draft:
+            return super().propose(tokens, lengths, max(num_draft_tokens + more, 0), *others)
+
+    schedule = ByTurns(6)
+    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Wide(min_ngram=1), num_other_tokens=4)
+    assert new_tokens(decode(draft, 6, schedule=schedule)) == expected_rows()
+    drafted = [zip(step.proposed, step.is_looked_up, strict=True) for step in schedule.reports if step.is_looked_up]
+    assert {is_looked_up for rows in drafted for count, is_looked_up in rows if count > 0} == {True, False}
+
+
 def test_a_schedule_with_another_plan_plans_both_sources() -> None:
     class Nothing(Auto):
         def plan(self, step: NextStep) -> list[int]:
