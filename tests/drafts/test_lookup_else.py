@@ -22,7 +22,7 @@ from tiny_eagle3 import trained_head
 from tiny_grammars import Allowing, by_turns
 from tiny_hybrids import tiny_hybrid
 from tiny_laws import FEWER_TRIALS, TABLES, TARGET, V, first_tokens, p_values, pair_laws
-from tiny_loops import DRAFTS, ByTurns, Given, Pauses, decode, expected_rows, new_tokens
+from tiny_loops import DRAFTS, ByTurns, Given, Pauses, decode, expected_rows, limited, new_tokens
 from tiny_models import PROMPTS, VOCAB, PairModel, padded, perturbed, raised, shared_tiny
 from torch import Tensor
 
@@ -259,6 +259,10 @@ class Planning(Auto):
         super().__init__(3)
         self.plan_sources = plan  # type: ignore[method-assign]
 
+    def may_look_up(self, step: NextStep) -> bool:
+        # However long lookups take.
+        return True
+
 
 def test_plans_of_two_sources_are_checked() -> None:
     wrong = "schedule: expected from Planning.plan_sources one number for each text, from 0 to "
@@ -304,12 +308,40 @@ def test_lookups_after_steps_without_drafts_ask_the_other_source_for_nothing() -
     def plan(step: NextStep) -> tuple[list[int], list[bool]]:
         calls.append("plan")
         most = min(calls.count("plan") // 5, 3)
-        return [min(found, most) for found in step.offered or [0] * len(step.texts)], [True] * len(step.texts)
+        offered = step.offered or [0] * len(step.texts)
+        return [min(room, found, most) for room, found in zip(step.rooms, offered, strict=True)], [True] * len(offered)
 
     draft = LookupElse(Watched(shared_tiny("llama")), min_match=1, lookup=Known(min_ngram=1))
     output = decode(draft, 3, schedule=Planning(plan))
     assert new_tokens(output) == expected_rows()
     assert set(calls) == {"plan"} and output.stats.num_accepted > 0
+
+
+def test_looked_up_drafts_stay_with_their_rows() -> None:
+    """After the first row has ended too."""
+    limits, planned, proposed = [2, 12, 16], list[list[int]](), list[list[int]]()
+    ends = [len(prompt) + limit for prompt, limit in zip(PROMPTS, limits, strict=True)]
+
+    class Measured(Known):
+        def propose(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any) -> Draft:
+            return replace(super().propose(tokens, lengths, num_draft_tokens, *others), matches=lengths)
+
+    class Kept(Planning):
+        def learn(self, step: PastStep) -> None:
+            proposed.append(list(step.proposed))
+
+    def plan(step: NextStep) -> tuple[list[int], list[bool]]:
+        offered = step.offered or [0] * len(step.texts)
+        if step.matches is not None:
+            sums = [match + left for match, left in zip(step.matches, step.left, strict=True)]
+            assert sums == ends[-len(sums) :]
+        planned.append([min(room, found) for room, found in zip(step.rooms, offered, strict=True)])
+        return planned[-1], [True] * len(offered)
+
+    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Measured(min_ngram=1))
+    output = decode(draft, 3, schedule=Kept(plan), max_new_tokens=limits)
+    assert new_tokens(output) == limited(expected_rows(), limits)
+    assert proposed == planned and any(len(counts) == 2 and max(counts) > 0 for counts in planned)
 
 
 def test_lookups_stop_when_they_have_lost_too_much_time() -> None:
