@@ -238,10 +238,12 @@ def test_auto_with_a_lookup_that_proposes_fewer_or_more_drafts_than_asked(more: 
             return super().propose(tokens, lengths, max(num_draft_tokens + more, 0), *others)
 
     schedule = ByTurns(6)
-    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Wide(min_ngram=1), num_other_tokens=4)
+    draft = LookupElse(perturbed(shared_tiny("llama")), min_match=1, lookup=Wide(min_ngram=1), num_other_tokens=6)
     assert new_tokens(decode(draft, 6, schedule=schedule)) == expected_rows()
     drafted = [zip(step.proposed, step.is_looked_up, strict=True) for step in schedule.reports if step.is_looked_up]
-    assert {is_looked_up for rows in drafted for count, is_looked_up in rows if count > 0} == {True, False}
+    counts = Counter(pair for rows in drafted for pair in rows)
+    assert max(count for count, is_looked_up in counts if is_looked_up) >= 4
+    assert max(count for count, is_looked_up in counts if not is_looked_up) == 6
 
 
 def test_a_schedule_with_another_plan_plans_both_sources() -> None:
@@ -332,7 +334,8 @@ def test_looked_up_drafts_stay_with_their_rows() -> None:
 
     def plan(step: NextStep) -> tuple[list[int], list[bool]]:
         offered = step.offered or [0] * len(step.texts)
-        if step.matches is not None:
+        if step.offered is not None:
+            assert step.matches is not None
             sums = [match + left for match, left in zip(step.matches, step.left, strict=True)]
             assert sums == ends[-len(sums) :]
         planned.append([min(room, found) for room, found in zip(step.rooms, offered, strict=True)])
