@@ -295,6 +295,20 @@ def test_the_schedule_is_offered_what_may_be_verified() -> None:
     assert offered[0] == [0, 1]
 
 
+def test_rows_of_the_other_source_get_its_drafts_where_a_lookup_found_some_too() -> None:
+    offered: list[Any] = []
+
+    def plan(step: NextStep) -> tuple[list[int], list[bool]]:
+        offered.append(step.offered)
+        return [min(2, room) for room in step.rooms], [False] * len(step.rooms)
+
+    # The target is its own draft, so all of these drafts are accepted.
+    draft = LookupElse(PairModel(TARGET), min_match=1, num_other_tokens=2)
+    stats = decode(draft, 3, target=PairModel(TARGET), schedule=Planning(plan), prompts=[[1, 3, 1]], inputs=None).stats
+    assert offered[0] != [0]
+    assert stats.num_accepted == stats.num_proposed > 0
+
+
 def test_lookups_after_steps_without_drafts_ask_the_other_source_for_nothing() -> None:
     """It does not read the tokens of these steps until it is asked for drafts."""
     calls: list[str] = []

@@ -35,7 +35,7 @@ PATIENCE_OF_OTHERS, MEMORY_OF_OTHERS = 8.0, 0.5 ** (1 / 50)
 MOST_CERTAIN, LEAST_CHANCE = 0.98, 0.01
 # In later steps, the number of accepted drafts of a sequence is nearer to the mean of the batch by this share, because
 # copied passages end and begin.
-TO_THE_MEAN = 0.7
+TO_THE_MEAN = 0.6
 # Drafts that did not pay are tried again after TRY_AFTER steps without drafts. The number doubles with each try, up to
 # TRY_AFTER_AT_MOST.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
