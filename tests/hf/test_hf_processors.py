@@ -16,7 +16,7 @@ from chains import expect_caught, expect_laws
 from generate_calls import arguments, ours, plain
 from report import Report
 from tiny_laws import FEWER_TRIALS, LENGTH, SEED, V, joint_law, tiny_transformer
-from tiny_models import PROMPTS, VOCAB, perturbed, shared_tiny
+from tiny_models import PROMPTS, VOCAB, perturbed, shared_tiny, tiny
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -148,6 +148,13 @@ def test_processors_without_counterpart_are_called() -> None:
         assert output.stats.acceptance_rate > 0.999
     with pytest.raises(ValueError, match="compile: expected False or 'auto', got True: Alternating of logits"):
         ours(TARGET, **options, **processed(Alternating()), compile=True)
+
+
+def test_a_draft_that_cannot_read_a_prompt() -> None:
+    """It gets one token of the row, and the processors are not asked about that."""
+    options = OPTIONS | processed(Alternating())
+    draft = tiny("gpt2", n_positions=6)
+    assert torch.equal(ours(TARGET, **options, draft_model=draft, num_draft_tokens=3), plain(TARGET, **options))
 
 
 class Automaton:

@@ -279,8 +279,9 @@ class _HostProcessors:
         rows = [_Row(*row) for row in zip(*columns, strict=True)]
         index = torch.arange(len(rows), device=text.device)
         processed = logits.to(torch.float32, copy=True)
-        for count in sorted({count for row in rows for count in range(row.first, row.last + 1)}):
-            asked = [row.first <= count <= row.last for row in rows]
+        # A draft that cannot read a row gets one token of it. The row's drafts are dropped, so nothing is asked for it.
+        for count in sorted({count for row in rows if row.first >= 0 for count in range(row.first, row.last + 1)}):
+            asked = [0 <= row.first <= count <= row.last for row in rows]
             if not any(asked):
                 continue
             texts = torch.stack([row.text(count, pad_token) for row in rows]).to(text.device)
