@@ -54,7 +54,8 @@ class Auto(Schedule):
     With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
     the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. Each
     source may lose the time below, so bad drafts of one do not stop the other, and lookups stop when they have lost it.
-    The other source is tried beside looked-up drafts too. A subclass that overrides `plan` plans both sources as one.
+    The longer lookups find nothing, the fewer steps have one. The other source is tried beside looked-up drafts too. A
+    subclass that overrides `plan` plans both sources as one.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
     step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
