@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -185,3 +187,34 @@ def test_interrupt_leaves_the_model_right(name: str, places: tuple[str, ...], un
             break
     assert not wrong
     assert all(torch.equal(value, weights[key]) for key, value in (model.state_dict() if before else {}).items())
+
+
+def test_interrupt_at_a_lock_leaves_it_free() -> None:
+    """Where a Condition ends a block, an interrupt in Python's own code would leave it locked for other threads."""
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "__exit__":
+            raise KeyboardInterrupt
+
+    decoder, free = SpeculativeDecoder(PairModel(random_table(12, seed=5))), list[bool]()
+    with decoder.session(2, max_length=16) as session:
+        handle = session.submit([1, 2])
+        for call in (lambda: session.num_free, handle.cancel):
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    call()
+            finally:
+                sys.settrace(before)
+
+        def take(lock: Any) -> None:
+            free.append(lock.acquire(timeout=10))
+            if free[-1]:
+                lock.release()
+
+        for lock in (session._lock, handle._lock):
+            thread = threading.Thread(target=take, args=(lock,))
+            thread.start()
+            thread.join()
+    assert free == [True, True]

@@ -192,7 +192,8 @@ class Handle:
         self.steps: list[RowStep] = []
         self.completion: Completion | None = None
         self._cancel = cancel
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # Maps the future that a task awaits to the number of new tokens that the task has seen; inf = it awaits the
         # end.
         self._futures: dict[asyncio.Future[None], float] = {}
@@ -209,7 +210,7 @@ class Handle:
         """Iterate over the new tokens as they come, from the first. Ends when the request ends."""
         place = 0
         while True:
-            with self._changed:
+            with self._lock:
                 while len(self.new_tokens) == place and not self.done:
                     self._changed.wait()
                 new = self.new_tokens[place:]
@@ -232,7 +233,7 @@ class Handle:
             timeout = checks.check_number("timeout", timeout)
             if not timeout >= 0:
                 raise ValueError(f"timeout: expected seconds >= 0, or None for no limit, got {timeout}")
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self.done, None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         if self.completion is None:
             raise TimeoutError(f"timeout: request {self.index} has not ended after {timeout} seconds")
@@ -265,14 +266,14 @@ class Handle:
     async def _until(self, place: float) -> None:
         """Wait in a task until there are more new tokens than `place`, or the request has ended."""
         future = asyncio.get_running_loop().create_future()
-        with self._changed:
+        with self._lock:
             if self.done or len(self.new_tokens) > place:
                 return
             self._futures[future] = place
         try:
             await future
         finally:
-            with self._changed:
+            with self._lock:
                 self._futures.pop(future, None)
 
     def cancel(self) -> None:
@@ -281,7 +282,7 @@ class Handle:
         self._cancel(self)
 
     def add(self, tokens: Sequence[int], num_accepted: int, num_proposed: int, rejected: int) -> None:
-        with self._changed:
+        with self._lock:
             self.new_tokens += tokens
             if tokens:
                 self.steps.append(RowStep(len(tokens), num_accepted, num_proposed, rejected))
@@ -294,13 +295,13 @@ class Handle:
 
     def end(self, completion: Completion) -> None:
         self.free_inputs()
-        with self._changed:
+        with self._lock:
             self.completion = completion
         self.wake()
 
     def wake(self) -> None:
         """Wake the threads and tasks that wait for tokens or for the end."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
             for future, place in list(self._futures.items()):
                 if self.done or len(self.new_tokens) > place:

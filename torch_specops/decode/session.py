@@ -72,9 +72,10 @@ class Session:
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
-        # Any thread may use the fields below while it holds `_changed`. Only the thread that holds `_stepping` runs
-        # steps.
-        self._changed = threading.Condition()
+        # Any thread may use the fields below while it holds `_lock`. Only the thread that holds `_stepping` runs steps.
+        # An interrupt as Python's code for `with condition` begins or ends would leave the condition locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stepping = threading.RLock()
         self._waiting: deque[Handle] = deque()
         self._ended: list[Completion] = []
@@ -95,13 +96,13 @@ class Session:
     @property
     def num_free(self) -> int:
         """How many more requests could get a row now."""
-        with self._changed:
+        with self._lock:
             return self._rows.count(None) - len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
         """True if no request waits or is in a row."""
-        with self._changed:
+        with self._lock:
             return not self._waiting and self._rows.count(None) == len(self._rows)
 
     def submit(self, request: Request | Tensor | Sequence[int]) -> Handle:
@@ -122,7 +123,7 @@ class Session:
         # The user's tokenizer or grammar may raise any exception.
         except Exception as error:
             prompt = f"{type(error).__name__}: {error}"
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise RuntimeError("submit: the session is closed")
             in_use = [id(handle.grammar) for handle in [*self._rows, *self._waiting] if handle is not None]
@@ -159,7 +160,7 @@ class Session:
                     except BaseException as error:
                         self._fail(error)
                         raise
-        with self._changed:
+        with self._lock:
             ended, self._ended = self._ended, []
         return ended
 
@@ -168,7 +169,7 @@ class Session:
         ends all requests and closes the session."""
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     self._changed.wait_for(lambda: self._is_closed or not self.is_idle)
                     if self._is_closed:
                         return
@@ -179,7 +180,7 @@ class Session:
 
     def close(self) -> None:
         """End all requests, with the finish reason "cancelled"; may be called from any thread."""
-        with self._changed:
+        with self._lock:
             # Close first, so that `submit` refuses requests while this call waits for the running step.
             self._is_closed = True
             self._changed.notify_all()
@@ -193,7 +194,7 @@ class Session:
         self.close()
 
     def _cancel(self, handle: Handle) -> None:
-        with self._changed:
+        with self._lock:
             handle.is_cancelled = True
             if handle in self._waiting:
                 self._end(handle, "cancelled")
@@ -205,7 +206,7 @@ class Session:
         self._close("error", f"{type(error).__name__}: {error}")
 
     def _close(self, reason: str, error: str | None = None) -> None:
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
             for handle in [*self._rows, *self._waiting]:
@@ -279,7 +280,7 @@ class Session:
         with_images: dict[int, Prompts] = {}
         free = [row for row, handle in enumerate(self._rows) if handle is None]
         for _ in self._rows:
-            with self._changed:
+            with self._lock:
                 if not self._waiting or (self._waiting[0].needs_row and not free):
                     break
                 handle = self._waiting[0]
@@ -361,7 +362,7 @@ class Session:
     @torch.inference_mode(False)
     def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
         """Complete a request and free its row, unless it is already complete."""
-        with self._changed:
+        with self._lock:
             if handle.done:
                 # An interrupt may have prevented `end` from waking the waiting threads and tasks.
                 handle.wake()
