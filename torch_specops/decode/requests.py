@@ -192,6 +192,7 @@ class Handle:
         self.steps: list[RowStep] = []
         self.completion: Completion | None = None
         self._cancel = cancel
+        # Blocks are `with self._lock`, as in `Session`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Maps the future that a task awaits to the number of new tokens that the task has seen; inf = it awaits the

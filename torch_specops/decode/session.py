@@ -73,7 +73,7 @@ class Session:
         self._top_logprobs = top_logprobs
         self._rows: list[Handle | None] = [None] * batch_size
         # Any thread may use the fields below while it holds `_lock`. Only the thread that holds `_stepping` runs steps.
-        # An interrupt as Python's code for `with condition` begins or ends would leave the condition locked.
+        # Blocks are `with self._lock`: an interrupt in the Python code of `with self._changed` could leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stepping = threading.RLock()

@@ -178,9 +178,7 @@ class Auto(Schedule):
         """The better of two plans: looked-up drafts alone; or for each row the drafts of the source from which more are
         expected to be right."""
         looked_up = self._chances_of_lookups(step)
-        first = _Best(0.0, [0] * len(looked_up))
-        if any(looked_up):
-            first = self._best(replace(step, looks_up=True), costs, looked_up, purse)
+        first = self._best(replace(step, looks_up=True), costs, looked_up, purse)
         is_first = [sum(chances) >= sum(other) for chances, other in zip(looked_up, others, strict=True)]
         if not all(is_first):
             sources = list(zip(looked_up, others, is_first, strict=True))
@@ -206,6 +204,9 @@ class Auto(Schedule):
             reached: the probability that each draft of this step is accepted.
         """
         num_texts, buckets, left = len(reached), self.buckets, max(step.left)
+        nothing = _Best(0.0, [0] * num_texts)
+        if not any(reached):
+            return nothing
         plain, base, per_token = _without_drafts(step, costs)
         shares, saved = self._savings(step, reached, base, per_token)
         luck = _Luck(shares, 0 if step.is_refilled else left)
@@ -253,7 +254,7 @@ class Auto(Schedule):
             if choices and gain < choices[-1].gain and not step.is_compiled:
                 break
         if not choices:
-            return _Best(0.0, [0] * num_texts)
+            return nothing
         # Prefer choices that use at most half of the purse, so that drafting can continue if all drafts of this step
         # are wrong.
         safe = [choice for choice in choices if 2 * choice.risk <= purse]
