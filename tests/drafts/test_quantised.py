@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -77,6 +80,23 @@ def test_greedy_is_that_of_the_target_alone(family: str, weights: str, group_siz
         error = (weight - original).abs().unfold(1, groups.shape[1], groups.shape[1]).flatten(0, 1)
         assert bool((error <= 1.01 * step.unsqueeze(1)).all()), name
         assert not torch.equal(weight, original), name
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_quantised_copy_can_be_copied_and_saved(weights: str) -> None:
+    """A copy of the copy compiles as it does, and keeps none of its layers alive."""
+    target, ids = float_model("llama"), torch.tensor(PROMPTS[:1])
+    clone, file = quantised_copy(target, weights, 16), io.BytesIO()
+    expected, layer = clone(ids).logits, weakref.ref(clone.lm_head)
+    torch.save(clone, file)
+    file.seek(0)
+    again = [copy.deepcopy(clone), torch.load(file, weights_only=False)]
+    del clone
+    gc.collect()
+    assert layer() is None
+    for each in again:
+        assert torch.equal(each(ids).logits, expected)
+        torch_specops.SpeculativeDecoder(target, each, compile=True)
 
 
 def quantised(model: PreTrainedModel, weights: str) -> PreTrainedModel:

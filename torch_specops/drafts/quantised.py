@@ -67,6 +67,9 @@ def quantised_copy(model: Model, weights: str = "int8", group_size: int | None =
         raise ModuleNotFoundError("a quantised copy needs torchao; run: pip install torchao", name="torchao") from error
     clone = copy.deepcopy(model)
     quantization.quantize_(clone, _config(quantization, weights, group_size, device))
+    for name in layers:
+        # torchao sets a method that cannot be pickled, and that a copy of the layer would share with it.
+        vars(clone.get_submodule(name)).pop("extra_repr", None)
     return clone
 
 
