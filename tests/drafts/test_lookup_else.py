@@ -246,6 +246,20 @@ def test_auto_with_a_lookup_that_proposes_fewer_or_more_drafts_than_asked(more: 
     assert max(count for count, is_looked_up in counts if not is_looked_up) == 6
 
 
+@pytest.mark.parametrize("reads_lengths", [True, False])
+@pytest.mark.parametrize("width", [0, 1, 9])
+def test_a_step_gets_all_drafts_of_the_other_source_however_many_a_lookup_has(width: int, reads_lengths: bool) -> None:
+    class Empty(PromptLookup):
+        def propose(self, tokens: Tensor, *others: Any) -> Draft:
+            return Draft(tokens.new_full((len(tokens), width), -1))
+
+    kind, other = LookupElse if reads_lengths else InOneGraph, perturbed(shared_tiny("llama"))
+    output = decode(kind(other, min_match=1, lookup=Empty(min_ngram=1), num_other_tokens=3), 3)
+    alone = decode(other, 3).stats
+    assert new_tokens(output) == expected_rows()
+    assert (output.stats.num_proposed, output.stats.num_accepted) == (alone.num_proposed, alone.num_accepted)
+
+
 def test_a_schedule_with_another_plan_plans_both_sources() -> None:
     class Nothing(Auto):
         def plan(self, step: NextStep) -> list[int]:
@@ -497,10 +511,9 @@ def test_lookup_else_names_wrong_arguments() -> None:
     assert LookupElse(at_most_three).num_other_tokens == 3
 
 
-@pytest.mark.parametrize("width", [4, 1])
-def test_padded_or_cut_drafts_keep_their_bounds(width: int) -> None:
+def test_padded_drafts_keep_their_bounds() -> None:
     drawn = Draft(torch.ones(3, 2, dtype=torch.int64), torch.randn(3, 2, V), torch.randn(3, 2, 3))
-    mixed = over_a_close_model()._mixed(torch.tensor([[1, 2, 3, -1], [-1] * 4, [-1] * 4])[:, :width], drawn)
+    mixed = over_a_close_model()._mixed(torch.tensor([[1, 2, 3, -1], [-1] * 4, [-1] * 4]), drawn)
     for part, same, size in ((mixed.logits, drawn.logits, V), (mixed.lse, drawn.lse, 3)):
         assert part is not None and same is not None
-        assert part.shape == (3, width, size) and torch.equal(part[:, :2], same[:, :width])
+        assert part.shape == (3, 4, size) and torch.equal(part[:, :2], same)

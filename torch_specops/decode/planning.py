@@ -118,9 +118,7 @@ class Planner:
         if self._schedule.may_look_up(step.asked):
             started = time.perf_counter()
             looked_up = draft.look_up(state.tokens, state.lengths, most)
-            # A user's lookup may propose more drafts than asked.
-            found = looked_up.tokens[:, :most]
-            step.drafts = found.tolist()
+            found, step.drafts = looked_up.tokens, looked_up.tokens.tolist()
             # Count in Python: each operation of torch would take as long as all of these rows.
             offered = [[*step.drafts[index], -1].index(-1) for index in step.active]
             if looked_up.matches is not None:

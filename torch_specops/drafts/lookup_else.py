@@ -227,8 +227,11 @@ class LookupElse(SampledDraft):
         return self._shape is None and not (self.looks_up or self._keeps_states)
 
     def look_up(self, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> Draft:
-        """The drafts of the lookup, with -1 for tokens that the target does not verify as such."""
+        """The drafts [B, K] of the lookup, with -1 for tokens that the target does not verify as such."""
         found = self.lookup.propose(tokens, lengths, num_draft_tokens)
+        # A user's lookup may propose fewer or more drafts than asked. `pad` also copies if there is nothing to pad.
+        if (more := num_draft_tokens - found.tokens.shape[1]) != 0:
+            found = replace(found, tokens=pad(found.tokens, (0, more), value=-1))
         for token in self._target.undrafted:
             found = replace(found, tokens=found.tokens.masked_fill(found.tokens == token, -1))
         return found
@@ -252,14 +255,13 @@ class LookupElse(SampledDraft):
         return proposal_of(self.other, tokens, lengths, count, sampling, seeds, self._target.vocab_size)
 
     def _mixed(self, found: Tensor, drawn: Draft) -> Draft:
-        """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded or cut to K."""
+        """Looked-up drafts [B, K] where there are any, else those of `other` [B, n], padded to K."""
         is_found, more = found[:, 0] >= 0, found.shape[1] - drawn.tokens.shape[1]
         mixed = torch.where(is_found.unsqueeze(1), found, pad(drawn.tokens, (0, more), value=-1))
         if drawn.logits is None:
             return Draft(mixed)
         logits, lse = drawn.logits, drawn.lse
-        # `pad` also copies if there is nothing to pad. A user's lookup may propose fewer drafts than `other`.
-        if more != 0:
+        if more > 0:
             logits = pad(logits, (0, 0, 0, more))
             if lse is not None:
                 lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
