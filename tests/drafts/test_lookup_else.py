@@ -482,6 +482,9 @@ def test_lookup_else_follows_its_parts() -> None:
     for drafts, num_proposed in (([1, 3, 1, 2], [1, 0, 4]), ([1, 2, 1, 2], [4, 0, 4])):
         proposal = replace(proposal, tokens=torch.tensor([drafts, [-1] * 4, [1, 3, 1, 0]]))
         assert checked_drafts(proposal, state, target)[1].tolist() == num_proposed
+    for logits, num_proposed in ((proposal.logits, [4, 0, 4]), (None, [4, 0, 1])):
+        same_kind = replace(proposal, logits=logits, is_one_hot=None)
+        assert checked_drafts(same_kind, state, target)[1].tolist() == num_proposed
     # Without looked-up drafts, an eager step verifies no more than the model's.
     row = tokens[[1]], lengths[[2]]
     draft.start(*row, 12)

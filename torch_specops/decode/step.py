@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..drafts import Draft, DraftSource
-from ..drafts.base import proposal_of
+from ..drafts.base import proposal_of, without_undrafted
 from ..grammars import allowed_logits
 from ..models.base import LanguageModel, readable_positions
 from ..models.reading import read_ragged
@@ -202,19 +202,13 @@ def checked_drafts(proposal: Draft, state: DecodeState, target: LanguageModel) -
     """Replace drafts outside the vocabulary or beyond the row's limit by -1 (padding). In deterministic drafts, also
     replace the tokens in `target.undrafted`. Returns the drafts, and the number of drafts before the first padding of
     each row [B]."""
-    tokens, room = proposal.tokens, _room(state)
+    proposal, room = without_undrafted(proposal, target), _room(state)
+    tokens = proposal.tokens
     if tokens.shape[1] == 0:
         return proposal, torch.zeros_like(room)
     # The last token before the limit needs no draft, because every step emits a next token.
     is_inside = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) < room.unsqueeze(1)
     is_draft = is_inside & (tokens >= 0) & (tokens < target.vocab_size)
-    # Keep `undrafted` tokens in sampled drafts: if padding depended on the drawn tokens, the output's distribution
-    # would change.
-    is_sampled: bool | Tensor = proposal.logits is not None
-    if proposal.is_one_hot is not None:
-        is_sampled = ~proposal.is_one_hot.unsqueeze(1)
-    for token in target.undrafted:
-        is_draft = is_draft & ((tokens != token) | is_sampled)
     return replace(proposal, tokens=torch.where(is_draft, tokens, -1)), is_draft.cumprod(1).sum(1)
 
 

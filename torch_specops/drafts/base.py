@@ -218,6 +218,17 @@ def proposal_of(
     return replace(draft, tokens=torch.where(num_read <= limit, draft.tokens, -1))
 
 
+def without_undrafted(draft: Draft, target: LanguageModel) -> Draft:
+    """Replace deterministic drafts in `target.undrafted` by -1. Sampled drafts stay: if padding depended on the drawn
+    tokens, the output's distribution would change."""
+    for token in () if draft.logits is not None and draft.is_one_hot is None else target.undrafted:
+        is_dropped = draft.tokens == token
+        if draft.is_one_hot is not None:
+            is_dropped &= draft.is_one_hot.unsqueeze(1)
+        draft = replace(draft, tokens=draft.tokens.masked_fill(is_dropped, -1))
+    return draft
+
+
 def _checked_proposal(
     source: DraftSource, vocab_size: int, tokens: Tensor, lengths: Tensor, num_draft_tokens: int, *others: Any
 ) -> Draft:

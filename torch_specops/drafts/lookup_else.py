@@ -14,7 +14,7 @@ from .. import checks
 from ..models.base import LanguageModel, Part, static_tensors_of
 from ..ops.tracing import is_eager_cpu
 from ..sampling import SamplingTensors
-from .base import Draft, DraftSource, keeps_states, proposal_of, proposes_on_host, readable_lengths
+from .base import Draft, DraftSource, keeps_states, proposal_of, proposes_on_host, readable_lengths, without_undrafted
 from .feature import FeatureDraft
 from .lookup import PromptLookup, SuffixLookup
 from .model import SampledDraft, as_draft_source
@@ -232,9 +232,7 @@ class LookupElse(SampledDraft):
         # A user's lookup may propose fewer or more drafts than asked. `pad` also copies if there is nothing to pad.
         if (more := num_draft_tokens - found.tokens.shape[1]) != 0:
             found = replace(found, tokens=pad(found.tokens, (0, more), value=-1))
-        for token in self._target.undrafted:
-            found = replace(found, tokens=found.tokens.masked_fill(found.tokens == token, -1))
-        return found
+        return without_undrafted(found, self._target)
 
     def choose(self, found: Tensor, num_other_tokens: int) -> None:
         """Choose the drafts of the next `propose`: `found` [B, K], and where this is -1, `num_other_tokens` drafts of
