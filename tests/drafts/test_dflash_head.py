@@ -167,7 +167,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_drafter_for_another_target(tmp_path: Path) -> None:
-    folder, other = save_drafter(new_head(), tmp_path), "draft: the head is for another target: "
+    folder, other = save_drafter(new_head(), tmp_path), "draft: it is for another target: "
     cases: list[tuple[Any, type[Exception], str]] = [
         ({"vocab": 61}, ValueError, other + "vocab_size 60, the target has 61"),
         ({"hidden_size": 16}, ValueError, other + "hidden_size 32, the target has 16"),

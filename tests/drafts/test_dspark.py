@@ -429,7 +429,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
-    target, other = shared_tiny("llama"), "draft: the head is for another target: "
+    target, other = shared_tiny("llama"), "draft: it is for another target: "
     last = DSPARK | {"aux_hidden_state_layer_ids": [0, 2]}
     deepspec = DEEPSPEC | {"enable_confidence_head": False}
 

@@ -307,7 +307,7 @@ def test_a_head_for_another_target(tmp_path: Path) -> None:
     draft = Eagle3(new_head(feature_layers=None))
     draft.bind(language_model(tiny("llama", num_hidden_layers=8)))
     assert draft.feature_layers == (2, 4, 5)
-    other = "draft: the head is for another target: "
+    other = "draft: it is for another target: "
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         (TARGET | {"vocab": 25}, ValueError, other + "vocab_size 24, the target has 25"),
         (TARGET | {"hidden_size": 32}, ValueError, other + "target_hidden_size 16, the target has 32"),

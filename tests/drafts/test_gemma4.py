@@ -247,7 +247,7 @@ def test_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_that_do_not_fit() -> None:
     target, assistant = tiny_gemma4(TOKENS)
-    other, sizes = "draft: the head is for another target: ", "key heads and their size in "
+    other, sizes = "draft: it is for another target: ", "key heads and their size in "
     none = tiny_gemma4(TOKENS)[1]
     none.generation_config.num_assistant_tokens = 0
     flash, ordered = tiny_gemma4(TOKENS)[1], tiny_gemma4(TOKENS, "ordered")[1]

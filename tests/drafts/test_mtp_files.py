@@ -106,9 +106,9 @@ def test_which_targets_have_layers(tmp_path: Path) -> None:
         (
             shared_tiny("llama"),
             ValueError,
-            "draft: the head is for another target: layers .*Qwen2DecoderLayer.*, the target has",
+            "draft: it is for another target: layers .*Qwen2DecoderLayer.*, the target has",
         ),
-        (wider, ValueError, "draft: the head is for another target: hidden_size 32, the target has 64"),
+        (wider, ValueError, "draft: it is for another target: hidden_size 32, the target has 64"),
     ]
     assert raised(lambda target: SpeculativeDecoder(target, draft), others) == []
     # Weights in several files, as large models have them, with the names of a model inside another.

@@ -312,7 +312,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         kind.from_pretrained(saved(raw, tmp_path, weights), shared_tiny("llama"))
 
     norm, small = "layers.2.input_layernorm.weight", torch.zeros(2)
-    other = "draft: the head is for another target: "
+    other = "draft: it is for another target: "
     cases: list[tuple[Any, type[Exception], str]] = [
         (case, ValueError, "(?s)" + message)
         for case, message in [

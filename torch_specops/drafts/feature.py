@@ -21,13 +21,13 @@ Own = TypeVar("Own", bound="PublishedDraft")
 
 
 def check_target(sizes: Mapping[str, tuple[Any, Any]], feature_layers: Iterable[int] = (), last_layer: int = 0) -> None:
-    """Raise if a head's sizes (None = not known) are not the target's, or if it reads layers beyond the last."""
+    """Raise if a draft's sizes (None = not known) are not the target's, or if it reads layers beyond the last."""
     for name, (own, expected) in sizes.items():
         if own not in (None, expected):
-            raise ValueError(f"draft: the head is for another target: {name} {own}, the target has {expected}")
+            raise ValueError(f"draft: it is for another target: {name} {own}, the target has {expected}")
     if not all(0 <= layer <= last_layer for layer in feature_layers):
         raise ValueError(
-            f"draft: the head is for another target: it reads layers {list(feature_layers)}, "
+            f"draft: it is for another target: it reads layers {list(feature_layers)}, "
             f"the target has layers 0 to {last_layer}"
         )
 
