@@ -199,8 +199,9 @@ def test_bench_drafts_with_a_gemma4_assistant(target: str, tmp_path: Path) -> No
     assert isinstance(found.draft, LookupElse) and isinstance(found.draft.other, Gemma4Assistant)
     assert models.num_assisted_tokens(found.draft, None) == 4
     batch, greedy = padded([models.encode(tokenizer, TEXT)[0]], found.target), SamplingParams(temperature=0.0)
-    ways = providers.make_providers(replace(found, draft=found.draft.other), 4)
-    assert [way.name for way in ways] == [GENERATE, "transformers assisted, K = 4", *OURS]
+    for models_of in (found, replace(found, draft=found.draft.other)):
+        ways = providers.make_providers(models_of, 4)
+        assert [way.name for way in ways] == [GENERATE, "transformers assisted, K = 4", *OURS]
     texts = [way.decode(*batch, 6, greedy, 0).tokens for way in ways]
     assert texts == texts[:1] * 4
 

@@ -180,11 +180,8 @@ def _with_draft(draft: str, target: TransformersModel, tokenizer: Tokenizer) -> 
         depth = getattr(target.model.config.get_text_config(), "num_mtp_layers", None)
         mtp = MTP.from_pretrained(target)
         return Models(target, mtp, lambda count: {"use_mtp": True} if count == depth else None)
-    smaller = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
-    # transformers takes seconds to import.
-    from ..hf.gemma4_assistant import is_gemma4_assistant
-
-    own: DraftSource | nn.Module = Gemma4Assistant(smaller) if is_gemma4_assistant(smaller) else smaller
+    own = quantised_copy(target.model, "int8") if draft == INT8 else _smaller_model(draft, target, tokenizer)
+    smaller = own.model.model if isinstance(own, Gemma4Assistant) else own
     return Models(target, own, lambda count: {"assistant_model": smaller})
 
 
@@ -195,14 +192,15 @@ def _number_after(prefix: str, what: str, draft: str) -> int:
     return int(number)
 
 
-def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -> nn.Module:
-    """A model with the target's tokens, or a Gemma 4 assistant, of which `Gemma4Assistant` compares the sizes."""
+def _smaller_model(name: str, target: TransformersModel, tokenizer: Tokenizer) -> Gemma4Assistant | nn.Module:
+    """A model with the target's tokens, or a Gemma 4 assistant, which compares its sizes with the target's."""
+    # transformers takes seconds to import.
     from ..hf import language_model
     from ..hf.gemma4_assistant import is_gemma4_assistant
 
     model = load_module(name, target.device, "draft").to(target.model.dtype)
     if is_gemma4_assistant(model):
-        return model
+        return Gemma4Assistant(model)
     vocab_size, own_tokenizer = language_model(model).vocab_size, load_tokenizer(name, "draft")
     if vocab_size != target.vocab_size or own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..decode import GenerationStats, SpeculativeDecoder
-from ..drafts import DraftSource
+from ..drafts import DraftSource, Gemma4Assistant
 from ..sampling import SamplingParams
 from .loading import log_messages_off
 from .models import Models
@@ -62,9 +62,6 @@ def make_providers(
 ) -> list[Provider]:
     """`schedule`, `verify`, `compile` and `invariant` are for this package. `assisted_tokens` is K of transformers'
     assisted generation; None = the same K. Without `models.assistance`, assisted generation is left out."""
-    # transformers takes seconds to import.
-    from ..hf.gemma4_assistant import is_gemma4_assistant
-
     target = models.target.model
     providers = [_transformers(GENERATE, target, {}, {})]
     count = assisted_tokens or num_draft_tokens
@@ -77,8 +74,8 @@ def make_providers(
         }
         name = f"{ASSISTED}, K = {count}"
         providers.append(_transformers(name, target, fields, same_number))
-        # transformers has no K of its own for an assistant of Gemma 4.
-        is_assistant = is_gemma4_assistant(fields.get("assistant_model"))
+        # transformers has no K of its own for an assistant of Gemma 4. `other` is the draft in a `LookupElse`.
+        is_assistant = isinstance(getattr(models.draft, "other", models.draft), Gemma4Assistant)
         if not (is_assistant or fields.keys() & {"prompt_lookup_num_tokens", "use_mtp"}):
             providers.append(_transformers(f"{ASSISTED}, own K", target, fields, {}))
     options = {"num_draft_tokens": num_draft_tokens, "schedule": schedule, "compile": compile, "invariant": invariant}
