@@ -228,7 +228,8 @@ class _Row:
     def __init__(self, tokens: Tensor, padding: Tensor, lengths: list[int], start: int, eos: list[int]) -> None:
         self._tokens, self._padding, self._start = tokens, padding, start
         self.new: list[int] = tokens[start : lengths[-1]].tolist()
-        self.first = lengths[0] - start
+        # A draft that cannot read a row gets one token of it. The row's drafts are dropped, so nothing is asked for it.
+        self.first = lengths[0] - start if lengths[0] >= start else len(self.new) + 1
         self.last = min((self.new.index(token) for token in {-1, *eos} if token in self.new), default=len(self.new))
         self.has_ended = self.last < len(self.new) and self.new[self.last] >= 0
 
@@ -279,9 +280,8 @@ class _HostProcessors:
         rows = [_Row(*row) for row in zip(*columns, strict=True)]
         index = torch.arange(len(rows), device=text.device)
         processed = logits.to(torch.float32, copy=True)
-        # A draft that cannot read a row gets one token of it. The row's drafts are dropped, so nothing is asked for it.
-        for count in sorted({count for row in rows if row.first >= 0 for count in range(row.first, row.last + 1)}):
-            asked = [0 <= row.first <= count <= row.last for row in rows]
+        for count in sorted({count for row in rows for count in range(row.first, row.last + 1)}):
+            asked = [row.first <= count <= row.last for row in rows]
             if not any(asked):
                 continue
             texts = torch.stack([row.text(count, pad_token) for row in rows]).to(text.device)
