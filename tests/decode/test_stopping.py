@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import StopStringCriteria
 
 import torch_specops
-from torch_specops import SamplingParams, SpeculativeDecoder
+from torch_specops import Request, SamplingParams, SpeculativeDecoder
 from torch_specops.decode import Step
 from torch_specops.decode import batch as batch_module
 from torch_specops.decode.rows import BatchRules, Row, ask_row_rules
@@ -169,6 +169,16 @@ def test_stop_strings_are_those_of_transformers(austen: tuple[Any, Any, Any]) ->
         assert torch.equal(target.generate(**given, custom_generate=custom_generate, draft_model=source), expected)
     # Nothing stands before a text, not even what token 0 stands for.
     assert stop_string_rule(tokenizer, ["\0a"])([[97], [0, 97]]) == [False, True]
+
+
+def test_a_request_that_a_stop_string_cuts_has_the_steps_of_its_row(austen: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = austen
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=6, schedule="constant", sampling=GREEDY)
+    ids, options = tokenizer("She was ")["input_ids"], {"stop_strings": STRINGS, "tokenizer": tokenizer}
+    (completion,) = decoder.generate_many([Request(ids, 48, **options)], batch_size=1)
+    output = decoder.generate([ids], max_new_tokens=48, **options)
+    assert completion.new_tokens.tolist() == output.new_tokens(0) and completion.steps == output.steps[0]
+    assert sum(step.num_tokens for step in completion.steps) > len(completion.new_tokens)
 
 
 def test_the_new_text_of_every_row(austen: tuple[Any, Any, Any]) -> None:

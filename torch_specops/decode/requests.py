@@ -282,11 +282,10 @@ class Handle:
         tokens so far."""
         self._cancel(self)
 
-    def add(self, tokens: Sequence[int], num_accepted: int, num_proposed: int, rejected: int) -> None:
+    def add(self, tokens: Sequence[int], steps: list[RowStep]) -> None:
         with self._lock:
             self.new_tokens += tokens
-            if tokens:
-                self.steps.append(RowStep(len(tokens), num_accepted, num_proposed, rejected))
+            self.steps = steps
         self.wake()
 
     def free_inputs(self) -> None:

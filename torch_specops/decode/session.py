@@ -345,10 +345,10 @@ class Session:
         for row, handle in enumerate(self._rows):
             if handle is None:
                 continue
-            handle.add(step.tokens[row], step.num_accepted[row], step.num_proposed[row], step.rejected[row])
+            own = self._batch.rows[row]
+            handle.add(step.tokens[row], own.steps)
             if step.finished[row]:
-                ended = self._batch.rows[row]
-                self._end(handle, ended.reason or "error", ended.error)
+                self._end(handle, own.reason or "error", own.error)
             elif now >= handle.deadline:
                 self._end_row(row, "time")
 
