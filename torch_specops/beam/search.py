@@ -117,7 +117,7 @@ def beam_search(
     model = _tree_model("target", as_language_model("target", target))
     source = as_draft_source(draft)
     guard = Guard(model, source)
-    draft_model = _draft_model(source, model, guard)
+    draft_model = _draft_model(source, guard)
     with guard.working():
         guard.look_for_call()
 
@@ -303,7 +303,7 @@ def _tree_model(name: str, model: LanguageModel) -> TreeModel:
     return model
 
 
-def _draft_model(source: DraftSource | None, target: TreeModel, guard: Guard) -> TreeModel | None:
+def _draft_model(source: DraftSource | None, guard: Guard) -> TreeModel | None:
     if source is None:
         return None
     # Refuse a subclass that overrides `propose`, because beam search calls only the model and would ignore the

@@ -57,7 +57,7 @@ def masks_of(
     *,
     deterministic: Sequence[bool],
     max_drafts: int,
-    width: int | None = None,
+    width: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The drafts to verify, and the tokens that may come next at each position of a step. The tokens before a position
     are the sequence and the drafts before the position.

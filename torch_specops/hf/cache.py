@@ -73,11 +73,10 @@ class RaggedCache(Cache, RowState):
 
     @contextmanager
     def writing_at(
-        self, slots: Tensor, width: int | None = None, rows: Tensor | None = None, owners: Tensor | None = None
+        self, slots: Tensor, width: int, rows: Tensor | None = None, owners: Tensor | None = None
     ) -> Iterator[None]:
         """Inside the block, a forward writes at `slots` [A, n] of the sequences `rows` [A] (None = all) and reads their
-        first `width` slots (None = all). A packed forward writes at `slots` [1, N] of the sequences `owners` [1, N].
-        """
+        first `width` slots. A packed forward writes at `slots` [1, N] of the sequences `owners` [1, N]."""
         self.slots, self.width, self.rows = slots, width, rows
         self.owners = rows.unsqueeze(1) if owners is None and rows is not None else owners
         self.first = first_slot(slots) if self.owners is None else None

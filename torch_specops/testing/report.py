@@ -77,7 +77,7 @@ class Report(ABC):
         if not self.lossless:
             raise AssertionError(str(self))
 
-    def _page(self, verdict: str, tests: list[tuple[str, LawTest, bool]], remarks: Sequence[str] = ()) -> str:
+    def _page(self, verdict: str, tests: list[tuple[str, LawTest, bool]], remarks: Sequence[str]) -> str:
         """The text of the report: the verdict, a table with a line for each test, and the remarks. `tests` holds for
         each test its name, its result, and True if it rejects."""
         first = max(len(name) for name, _, _ in tests)
