@@ -282,16 +282,13 @@ _next_number = count()
 
 def _number(value: Any) -> int:
     """A number that is unique to this object, also after the object is freed."""
-    known = _numbers.get(id(value))
+    key = id(value)
+    known = _numbers.get(key)
     if known is None or known[0]() is not value:
         try:
-            known = ref(value, partial(_forget, id(value))), next(_next_number)
+            known = ref(value, lambda _: _numbers.pop(key, None)), next(_next_number)
         # The object does not support weak references.
         except TypeError:
             return next(_next_number)
-        _numbers[id(value)] = known
+        _numbers[key] = known
     return known[1]
-
-
-def _forget(key: int, _: Any) -> None:
-    _numbers.pop(key, None)
