@@ -181,7 +181,7 @@ class DFlash(PublishedDraft):
         hidden = head(embedded.to(self._weight.dtype), places, attentions)
         state = None
         if head.markov_head is not None:
-            state = head.markov_head.first_state(hidden)
+            state = hidden.new_zeros(len(tokens), config.markov_rank)
             if config.first_place > 0:
                 # In training it has read the newest token's place, which gives no draft.
                 _, state = head.markov_head(newest.squeeze(1), hidden[:, 0], state)

@@ -37,10 +37,6 @@ class MarkovHead(nn.Module):
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def first_state(self, hidden: Tensor) -> Tensor:
-        """Zeros [B, r] in the dtype of the hidden states [B, ..]."""
-        return hidden.new_zeros(len(hidden), self.markov_w1.embedding_dim)
-
     def forward(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The bias [B, D] and the next state [B, r], from the target's tokens `previous` [B] and the hidden states
         [B, H] of its place. Only "rnn" reads and changes the state."""
