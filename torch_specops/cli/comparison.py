@@ -96,7 +96,6 @@ class Comparison:
     warm: set[str] = field(default_factory=set)
 
     def cost(self) -> float:
-        """The estimated cost of all runs."""
         total = 0.0
         for case in self.cases:
             num_runs = len(case.takers(self.providers)) * (1 + self.rounds) + (case.temperature == 0)

@@ -194,7 +194,6 @@ def _print_steps(console: Console, steps: Iterator[Step], pieces: TextPieces) ->
 
 
 def _summary(output: GenerationOutput, speeds: Speeds | None, threads: str) -> Table:
-    """The table of numbers below the text."""
     stats = output.stats
     rate, drafts = stats.acceptance_rate, f"{stats.num_accepted} of {stats.num_proposed} draft tokens"
     table = Table(show_header=False, box=None)

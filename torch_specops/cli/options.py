@@ -130,7 +130,6 @@ def compute_on(device: str, threads: int | None) -> torch.device:
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """Restore torch's number of CPU threads on exit."""
     num_threads = torch.get_num_threads()
     try:
         yield

@@ -49,11 +49,6 @@ class Batch:
         capacity: the number of slots of each row.
         batch_rules: rules that look at all rows together and may end rows; None = no such rules.
         logits: receives the target's logits; None = they are not needed.
-
-    Attributes:
-        rows: the sequences.
-        state: the tensors of the sequences.
-        stats: counts and times.
     """
 
     def __init__(

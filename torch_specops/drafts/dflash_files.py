@@ -203,7 +203,6 @@ def _config(
     feature_layers: list[int],
     **others: Any,
 ) -> DFlashConfig:
-    """The config, from the fields of the layers and those of the drafter."""
     # z-lab's and transformers' drafters have no weights for tokens, and may not say how many there are.
     knows_tokens = not others.keys().isdisjoint({"markov_rank", "draft_vocab_size", "selector_rank"})
     # `target_layer_ids` counts layer outputs, the other two count inputs. vLLM reads EAGLE's name first.

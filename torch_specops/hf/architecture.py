@@ -182,7 +182,6 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers."""
     decoder = model.get_decoder()
     for name in ("layers", "h", "block"):
         layers = getattr(decoder, name, None)

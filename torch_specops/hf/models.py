@@ -429,7 +429,6 @@ class TransformersModel(FeatureModel, TreeModel):
         return torch.maximum(lengths, prompts)
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
-        """The arguments of the model's forward."""
         return {
             "input_ids": tokens,
             "attention_mask": mask,

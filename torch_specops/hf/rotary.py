@@ -29,7 +29,6 @@ class ReadLengths:
 
     @contextmanager
     def at(self, lengths: Tensor) -> Iterator[None]:
-        """Set `lengths` inside the `with` block."""
         self.lengths = lengths
         try:
             yield

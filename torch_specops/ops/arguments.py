@@ -39,7 +39,6 @@ class Filters(NamedTuple):
 
     @property
     def removes_tokens(self) -> bool:
-        """True if top_k, top_p or min_p is given."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
 
