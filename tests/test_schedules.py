@@ -448,6 +448,9 @@ COPY, HALF, SPURIOUS = (1.0, 0.97, 0.1), (0.5, 0.9, 0.1), (0.0, 0.0, 0.7)
         (SPURIOUS, 0.85, 0.1, flat, 1, False, 1.0),
         (HALF, 0.85, 0.1, flat, 1, False, 0.85),
         (HALF, 0.6, 0.25, stepped, 8, False, 0.9),
+        # Both sources pay, but most looked-up drafts are better left out.
+        ((1.0, 0.7, 0.1), 0.85, 0.1, flat, 8, True, 1.0),
+        (COPY, 0.85, 0.1, flat, 8, True, 0.9),
     ],
 )
 def test_auto_with_two_sources(
@@ -508,10 +511,16 @@ class Counting(Auto):
         return self.answers[-1]
 
 
-@pytest.mark.parametrize(("copied", "least", "most"), [(0.0, 0.25, 0.35), (1.0, 1.0, 1.0)])
-def test_lookups_that_find_nothing_are_seldom(copied: float, least: float, most: float) -> None:
-    schedule = Counting()
-    run_with_two_sources(schedule, [a_double_text(200, copied, 0.9, 0.02, 0.0, 1)], flat, 0.1, 1, is_refilled=False)
+@pytest.mark.parametrize(
+    ("copied", "chance_of_others", "elsewhere", "least", "most"),
+    [(0.0, 0.02, 0.0, 0.25, 0.45), (1.0, 0.02, 0.0, 1.0, 1.0), (0.0, 0.85, 0.7, 0.25, 0.45)],
+    ids=["none found", "copied", "others are better"],
+)
+def test_lookups_that_are_not_used_are_seldom(
+    copied: float, chance_of_others: float, elsewhere: float, least: float, most: float
+) -> None:
+    schedule, texts = Counting(), [a_double_text(400, copied, 0.9, chance_of_others, elsewhere, 1)]
+    run_with_two_sources(schedule, texts, flat, 0.1, 1, is_refilled=False)
     assert least <= sum(schedule.answers) / len(schedule.answers) <= most
 
 

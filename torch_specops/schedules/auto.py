@@ -39,9 +39,12 @@ TO_THE_MEAN = 0.6
 # Drafts that did not pay are tried again after TRY_AFTER steps without drafts. The number doubles with each try, up to
 # TRY_AFTER_AT_MOST.
 TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
-# If there is another source, drafts are looked up in each step, after LOOK_UP_LESS_AFTER steps that found none in every
-# second, after as many more in every third, then in every fourth.
-LOOK_UP_LESS_AFTER, RAREST_LOOKUPS = 8, 4
+# Of two sources, looked-up drafts count by this factor: the probability that they are right changes from passage to
+# passage, and the estimate is often too high.
+MARGIN = 0.8
+# If there is another source, drafts are looked up in each step, after LOOK_UP_LESS_AFTER steps that verified none in
+# every second, after as many more in every third, then in every fourth.
+LOOK_UP_LESS_AFTER, RAREST_LOOKUPS = 16, 4
 
 
 class Auto(Schedule):
@@ -52,10 +55,11 @@ class Auto(Schedule):
     whether looked-up drafts were right, even if these were not verified. Other drafts must be tried now and then.
 
     With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
-    the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. Each
-    source may lose the time below, so bad drafts of one do not stop the other, and lookups stop when they have lost it.
-    The longer lookups find nothing, the fewer steps have one. The other source is tried beside looked-up drafts too. A
-    subclass that overrides `plan` plans both sources as one.
+    the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. In
+    both choices, looked-up drafts must be better by a fifth. Each source may lose the time below, so bad drafts of one
+    do not stop the other, and lookups stop when they have lost it. The longer no looked-up draft is verified, the fewer
+    steps have a lookup. The other source is tried beside looked-up drafts too. A subclass that overrides `plan` plans
+    both sources as one.
 
     If finished rows are refilled (sessions, `generate_many`), an accepted draft of one of n sequences saves 1 / n of a
     step. Otherwise the batch ends with its slowest row, and only drafts of the rows that end last save time. Such
@@ -104,7 +108,7 @@ class Auto(Schedule):
 
     def reset(self) -> None:
         self._purses = tuple(map(_Purse, self._reserves))
-        self._elapsed = self._num_undrafted = self._num_unfound = 0
+        self._elapsed = self._num_undrafted = self._num_unused = 0
         self._try_after = TRY_AFTER
         # A step with drafts that ran before costs were known, and the cost that was assumed for it.
         self._unjudged: tuple[PastStep, float] | None = None
@@ -163,9 +167,9 @@ class Auto(Schedule):
 
     def may_look_up(self, step: NextStep) -> bool:
         """Whether to look up drafts before the plan, if there are two sources: not if the time of a lookup may not be
-        lost, and seldom if lookups find nothing."""
-        every = min(1 + self._num_unfound // LOOK_UP_LESS_AFTER, RAREST_LOOKUPS)
-        return self._num_unfound % every == 0 and self._purses[0].most(self._allowance(step)) > 0
+        lost, and seldom if no looked-up draft is verified."""
+        every = min(1 + self._num_unused // LOOK_UP_LESS_AFTER, RAREST_LOOKUPS)
+        return self._num_unused % every == 0 and self._purses[0].most(self._allowance(step)) > 0
 
     def _allowance(self, step: NextStep) -> float:
         """How much time drafts of the batch may lose."""
@@ -179,12 +183,12 @@ class Auto(Schedule):
         expected to be right."""
         looked_up = self._chances_of_lookups(step)
         first = self._best(replace(step, looks_up=True), costs, looked_up, purse)
-        is_first = [sum(chances) >= sum(other) for chances, other in zip(looked_up, others, strict=True)]
+        is_first = [MARGIN * sum(chances) >= sum(other) for chances, other in zip(looked_up, others, strict=True)]
         if not all(is_first):
             sources = list(zip(looked_up, others, is_first, strict=True))
             reached = [chances if is_looked_up else other for chances, other, is_looked_up in sources]
             mixed = self._best(step, costs, reached, purse_of_others)
-            if mixed.rate > first.rate:
+            if mixed.rate > MARGIN * first.rate:
                 return mixed.counts, is_first
         return first.counts, list(map(bool, first.counts))
 
@@ -280,7 +284,6 @@ class Auto(Schedule):
         if count > 0 and not costs.are_exact:
             costs.add_drafting(count + step.caught_up, step.draft_seconds)
         self._elapsed += 1
-        self._num_unfound = 0 if any(planned.offered or ()) else self._num_unfound + 1
         for reserve in self._reserves:
             if reserve.num_steps < LARGEST_RESERVE:
                 reserve.num_steps += LOST_SHARE
@@ -295,6 +298,8 @@ class Auto(Schedule):
         purse.gain(self._saved(planned, step.accepted, costs) - cost)
         if step.lookup_seconds:
             self._purses[0].gain(-costs.add_lookup(step.lookup_seconds))
+        is_used = any(count > 0 and first for count, first in zip(step.proposed, step.is_looked_up or (), strict=False))
+        self._num_unused = 0 if is_used else self._num_unused + 1
         if step.known is not None:
             self._judge(planned, step.known, step.right or step.known)
             if step.is_looked_up is None:
