@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from operator import eq, or_
 from typing import ClassVar
 
 import torch
@@ -57,10 +58,10 @@ class LookupElse(SampledDraft):
     _most_drafts = 0
     # `bind` sets it before every `start`.
     _target: LanguageModel
-    # [B], used on a CPU only: the number of tokens of each row that `other` has read, and the lengths that the last
-    # `propose` got.
-    _num_read: Tensor
-    _last_lengths: Tensor
+    # Used on a CPU only: for each row, the number of tokens that `other` has read, and the length that the last
+    # `propose` got. Lists, because one operation of torch takes longer than a loop over the rows.
+    _num_read: Sequence[int]
+    _last_lengths: Sequence[int]
     # What `look_up` found and `choose` kept for the next `propose`, and how many drafts `other` proposes then.
     _chosen: tuple[Tensor, int] | None = None
     # Whether `other` read tokens of earlier steps in the last `propose`.
@@ -146,14 +147,15 @@ class LookupElse(SampledDraft):
     def start(self, tokens: Tensor, lengths: Tensor, capacity: int, inputs: Mapping[str, Tensor] | None = None) -> None:
         self.lookup.start(tokens, lengths, capacity, inputs)
         self.other.start(tokens, readable_lengths(self.other, tokens, lengths), capacity, inputs)
-        self._num_read, self._last_lengths = torch.full_like(lengths, ALL_READ), torch.zeros_like(lengths)
+        self._num_read, self._last_lengths = [ALL_READ] * len(lengths), [0] * len(lengths)
         self._chosen, self._is_eager = None, False
 
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         self.lookup.restart(tokens, lengths, rows)
         self.other.restart(tokens, readable_lengths(self.other, tokens, lengths), rows)
-        self._num_read = self._num_read.index_fill(0, rows, ALL_READ)
-        self._last_lengths = self._last_lengths.index_fill(0, rows, 0)
+        is_new = set(rows.tolist()).__contains__
+        self._num_read = [ALL_READ if is_new(row) else num_read for row, num_read in enumerate(self._num_read)]
+        self._last_lengths = [0 if is_new(row) else length for row, length in enumerate(self._last_lengths)]
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         self.lookup.replace_inputs(row, inputs)
@@ -168,10 +170,11 @@ class LookupElse(SampledDraft):
 
     def catch_up(self, tokens: Tensor, lengths: Tensor, num_steps: int) -> None:
         # Inside a hierarchical draft, the sequence of an unfinished row may be as long as before.
-        self._last_lengths = torch.zeros_like(lengths)
+        self._last_lengths = [0] * len(lengths)
         if self.can_choose and (self._is_eager or self._chosen is not None):
             # `propose` lets `other` read these tokens when it next asks it.
-            self._num_read = torch.minimum(self._num_read, (lengths - 2 - num_steps).clamp(min=0))
+            before = (max(length - 2 - num_steps, 0) for length in lengths.tolist())
+            self._num_read = list(map(min, self._num_read, before))
             return
         ends = readable_lengths(self.other, tokens, lengths)
         if isinstance(self.other, FeatureDraft):
@@ -180,8 +183,8 @@ class LookupElse(SampledDraft):
         # The step before these steps may have verified K looked-up drafts, which `other` has not read.
         num_unread = num_steps + self._most_drafts - 1
         if is_eager_cpu(lengths):
-            num_unread = max(num_unread, int((lengths - 2 - self._num_read).max()))
-            self._num_read = torch.full_like(lengths, ALL_READ)
+            num_unread = max(num_unread, _most_unread(lengths.tolist(), self._num_read))
+            self._num_read = [ALL_READ] * len(lengths)
         self.other.catch_up(tokens, ends, num_unread)
 
     def propose(
@@ -196,28 +199,26 @@ class LookupElse(SampledDraft):
         else:
             (found, count), self._chosen = self._chosen, None
             found = found[:, :num_draft_tokens]
-        is_found = found[:, :1] >= 0
-        is_host = is_eager_cpu(lengths)
+        is_host, is_found, num_unread = is_eager_cpu(lengths), [True], self._most_drafts - 1
         self._is_eager = is_eager = is_host and self._shape is None
-        num_unread = self._most_drafts - 1
         if is_host:
-            num_read = torch.minimum(self._num_read, lengths - 2)
+            is_found, ends = [token >= 0 for token, *_ in found.tolist()], lengths.tolist()
             # A row that has not grown has ended.
-            has_ended, self._last_lengths = lengths == self._last_lengths, lengths.clone()
-            is_unneeded = count == 0 or bool((is_found.squeeze(1) | has_ended).all())
+            has_ended, self._last_lengths = map(eq, ends, self._last_lengths), ends
+            is_unneeded = count == 0 or all(map(or_, is_found, has_ended))
             if is_eager and not self._keeps_states and is_unneeded:
                 # Skip `other`: it reads these tokens when `propose` next asks it. Looked-up drafts need no logits.
-                self._num_read = num_read
+                self._num_read = [min(num_read, end - 2) for num_read, end in zip(self._num_read, ends, strict=True)]
                 return Draft(found)
-            num_unread = int((lengths - 2 - num_read).max())
-            self._num_read = torch.where(is_found.squeeze(1), lengths, ALL_READ)
+            num_unread = max(_most_unread(ends, self._num_read), 0)
+            self._num_read = [end if each else ALL_READ for end, each in zip(ends, is_found, strict=True)]
         self.caught_up = num_unread > 0 and not isinstance(self.other, FeatureDraft)
         if self.caught_up:
             self.other.catch_up(tokens, readable_lengths(self.other, tokens, lengths), num_unread)
         compiles_other = not (self.other.compiles_itself or proposes_on_host(self.other))
         ask = self._piece(self._ask_other, count) if compiles_other else self._ask_other
         drawn = ask(tokens, lengths, count, sampling, seeds)
-        if is_eager and not bool(is_found.any()):
+        if is_eager and not any(is_found):
             return drawn
         return self._piece(self._mixed, found.shape[1])(found, drawn)
 
@@ -265,3 +266,8 @@ class LookupElse(SampledDraft):
                 lse = pad(lse, (0, more) if lse.dim() == 2 else (0, 0, 0, more))
         is_one_hot = is_found if drawn.is_one_hot is None else is_found | drawn.is_one_hot
         return Draft(mixed, logits, lse, is_one_hot=is_one_hot)
+
+
+def _most_unread(lengths: Sequence[int], num_read: Sequence[int]) -> int:
+    """The largest number of tokens of a row that `other` has not read, without the last two, which it reads anyway."""
+    return max(length - 2 - count for length, count in zip(lengths, num_read, strict=True))

@@ -44,7 +44,7 @@ TRY_AFTER, TRY_AFTER_AT_MOST = 8, 64
 MARGIN = 0.8
 # If there is another source, drafts are looked up in each step, after LOOK_UP_LESS_AFTER steps that verified none in
 # every second, after as many more in every third, then in every fourth.
-LOOK_UP_LESS_AFTER, RAREST_LOOKUPS = 16, 4
+LOOK_UP_LESS_AFTER, RAREST_LOOKUPS = 8, 4
 
 
 class Auto(Schedule):
