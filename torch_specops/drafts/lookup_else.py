@@ -153,9 +153,10 @@ class LookupElse(SampledDraft):
     def restart(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> None:
         self.lookup.restart(tokens, lengths, rows)
         self.other.restart(tokens, readable_lengths(self.other, tokens, lengths), rows)
-        is_new = set(rows.tolist()).__contains__
-        self._num_read = [ALL_READ if is_new(row) else num_read for row, num_read in enumerate(self._num_read)]
-        self._last_lengths = [0 if is_new(row) else length for row, length in enumerate(self._last_lengths)]
+        # `tolist` would make the host wait for a GPU.
+        new = rows.tolist() if is_eager_cpu(rows) else []
+        self._num_read = [ALL_READ if row in new else count for row, count in enumerate(self._num_read)]
+        self._last_lengths = [0 if row in new else length for row, length in enumerate(self._last_lengths)]
 
     def replace_inputs(self, row: int, inputs: Mapping[str, Tensor]) -> None:
         self.lookup.replace_inputs(row, inputs)
