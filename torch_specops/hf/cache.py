@@ -47,6 +47,7 @@ class RaggedCache(Cache, RowState):
         self.width: int | None = None
         self.rows: Tensor | None = None
         self.owners: Tensor | None = None
+        self.written: Tensor | None = None
 
     def _new_layer(self) -> RaggedLayer:
         return RaggedLayer(self)
@@ -80,8 +81,12 @@ class RaggedCache(Cache, RowState):
         self.slots, self.width, self.rows = slots, width, rows
         self.owners = rows.unsqueeze(1) if owners is None and rows is not None else owners
         self.first = first_slot(slots) if self.owners is None else None
+        # Make the indices once for all layers, because a small model's forward on a CPU spends much time in small
+        # operations.
+        all_rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
+        self.written = all_rows if self.owners is None else self.owners
         yield
-        self.slots = self.first = self.width = self.rows = self.owners = None
+        self.slots = self.first = self.width = self.rows = self.owners = self.written = None
 
 
 class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
@@ -118,7 +123,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
             )
         slots = self._cache.slots if self._cache.first is None else self._cache.first
         assert slots is not None
-        self.write(key_states, value_states, slots, self._cache.owners)
+        self.write(key_states, value_states, slots, self._cache.written)
         return self.read(self._cache.width, self._cache.rows)
 
     def clear(self, rows: Tensor | None = None) -> None:
@@ -203,7 +208,7 @@ class FeatureBuffer(RowState):
         else:
             hidden = arguments[0] if arguments else named["hidden_states"]
         assert self.values is not None and self.cache is not None
-        slots, owners = self.cache.slots, self.cache.owners
+        slots = self.cache.slots
         if slots is None:
             # A model's first images are also read without a cache, to compare the logits.
             return
@@ -212,10 +217,8 @@ class FeatureBuffer(RowState):
                 f"forward: expected hidden states of all {list(slots.shape)} tokens in layer {self.layers[part]}, got "
                 f"{list(hidden.shape[:2])}; a draft that reads them cannot draft for this model"
             )
-        if owners is None:
-            owners = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
         first, size = part * hidden.shape[-1], hidden.shape[-1]
-        self.values[owners, slots, first : first + size] = hidden.to(self.values.dtype)
+        self.values[self.cache.written, slots, first : first + size] = hidden.to(self.values.dtype)
 
 
 def first_slot(slots: Tensor) -> int | None:
