@@ -22,7 +22,7 @@ from torch_specops import Request, SamplingParams, SpeculativeDecoder, Verifier
 from torch_specops.decode import GenerationOutput, Step
 from torch_specops.decode.inputs import GenerateArguments, read_prompts
 from torch_specops.decode.planning import Planner
-from torch_specops.drafts import Draft, EarlyExit, HierarchicalDraft, LanguageModel, PromptLookup
+from torch_specops.drafts import Draft, EarlyExit, HierarchicalDraft, LanguageModel, LookupElse, PromptLookup
 from torch_specops.ops.uniforms import row_seeds
 from torch_specops.sampling import SamplingTensors
 from torch_specops.schedules import Auto, Heuristic, NextStep
@@ -191,6 +191,7 @@ BAD_DECODERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"verify": "typical"}, ValueError, "verify: expected 'exact', 'block', 'gumbel' or 'sigmoid', got 'typical'"),
     ({"verify": "sigmoid", "draft": None}, ValueError, SIGMOID),
     ({"verify": "sigmoid", "draft": PromptLookup()}, ValueError, SIGMOID),
+    ({"verify": "sigmoid", "draft": LookupElse(PairModel(TABLE))}, ValueError, f"{SIGMOID} in all rows"),
     ({"lenience": 0.5}, TypeError, r"lenience: SpeculativeDecoder has no such argument; pass verify=.*Verifier"),
     ({"beta": 2}, TypeError, r'beta: .* pass verify=torch_specops.Verifier\("sigmoid", alpha=..., beta=...\)'),
     ({"compile": "always"}, ValueError, "compile: expected True, False or 'auto', got 'always'"),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from .. import checks, schedules
-from ..drafts import AnyDraft, DraftSource
+from ..drafts import AnyDraft, DraftSource, LookupElse
 from ..drafts.model import ModelDraft, as_draft_source
 from ..models.base import LanguageModel
 from ..models.conversion import as_language_model
@@ -149,8 +149,10 @@ class SpeculativeDecoder:
         if verify is None:
             verify = "gumbel" if source is None or source.deterministic else "exact"
         verifier = verify if isinstance(verify, Verifier) else Verifier(verify)
-        if verifier.op == "sigmoid" and (self.draft is None or self.draft.deterministic):
-            raise ValueError("verify: 'sigmoid' compares two models' logits; expected a draft with probabilities")
+        if verifier.op == "sigmoid" and (source is None or source.deterministic or isinstance(source, LookupElse)):
+            raise ValueError(
+                "verify: 'sigmoid' compares two models' logits; expected a draft with probabilities in all rows"
+            )
         check_pair(self.target, self.draft)
         self._schedule = chosen
         arguments = self.target, self.draft, verifier, chosen.buckets

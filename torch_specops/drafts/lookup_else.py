@@ -30,7 +30,7 @@ class LookupElse(SampledDraft):
     The choice depends on the row's sequence alone; with `schedule="auto"`, eager steps on a CPU choose from earlier
     steps too. Both keep the target's distribution. Looked-up drafts are deterministic: beside rows whose drafts were
     sampled, `Draft.is_one_hot` marks them. With `verify="gumbel"` the output of a seed is the same as with any other
-    draft.
+    draft; "sigmoid" is refused.
 
     Args:
         other: a draft model or a source.

@@ -83,8 +83,9 @@ class RaggedCache(Cache, RowState):
         self.first = first_slot(slots) if self.owners is None else None
         # Make the indices once for all layers, because a small model's forward on a CPU spends much time in small
         # operations.
-        all_rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
-        self.written = all_rows if self.owners is None else self.owners
+        self.written = self.owners
+        if self.owners is None:
+            self.written = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
         yield
         self.slots = self.first = self.width = self.rows = self.owners = self.written = None
 

@@ -67,8 +67,8 @@ class RaggedKeyValues:
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor | int, rows: Tensor | None = None) -> None:
         """Write keys and values [A, heads, n, head_dim] to slots [A, n] of the sequences `rows`. `rows` has the shape
-        [A], or [A, n] if slots of one row belong to different sequences; None = all sequences. If `slots` is an int,
-        write to n consecutive slots from there on in all sequences."""
+        [A] or [A, 1], or [A, n] if slots of one row belong to different sequences; None = all sequences. If `slots` is
+        an int, write to n consecutive slots from there on in all sequences."""
         if isinstance(slots, int):
             # `narrow` and `copy_` take a quarter of the time of an index assignment.
             for buffer, new in ((self.keys, keys), (self.values, values)):

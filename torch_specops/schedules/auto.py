@@ -56,7 +56,7 @@ class Auto(Schedule):
 
     With two sources (`LookupElse`), an eager step on a CPU has looked-up drafts alone, or for each row the drafts of
     the source from which more are expected to be right. The schedule takes the plan with the larger gain per time. In
-    both choices, looked-up drafts must be better by a quarter. Each source may lose the time below, so bad drafts of one
+    both choices, looked-up drafts must be a quarter better. Each source may lose the time below, so bad drafts of one
     do not stop the other, and lookups stop when they have lost it. The longer no looked-up draft is verified, the fewer
     steps have a lookup. The other source is tried beside looked-up drafts too. A subclass that overrides `plan` plans
     both sources as one.
