@@ -35,6 +35,7 @@ class RaggedCache(Cache, RowState):
 
     Attributes:
         batch, capacity: as in `start`; 0 before it.
+        owners: inside `writing_at`, the sequence of each slot, [A, 1], or [1, N] in a packed forward.
     """
 
     layers: list[Any]
@@ -47,7 +48,6 @@ class RaggedCache(Cache, RowState):
         self.width: int | None = None
         self.rows: Tensor | None = None
         self.owners: Tensor | None = None
-        self.written: Tensor | None = None
 
     def _new_layer(self) -> RaggedLayer:
         return RaggedLayer(self)
@@ -79,15 +79,14 @@ class RaggedCache(Cache, RowState):
         """Inside the block, a forward writes at `slots` [A, n] of the sequences `rows` [A] (None = all) and reads their
         first `width` slots. A packed forward writes at `slots` [1, N] of the sequences `owners` [1, N]."""
         self.slots, self.width, self.rows = slots, width, rows
-        self.owners = rows.unsqueeze(1) if owners is None and rows is not None else owners
-        self.first = first_slot(slots) if self.owners is None else None
-        # Make the indices once for all layers, because a small model's forward on a CPU spends much time in small
-        # operations.
-        self.written = self.owners
-        if self.owners is None:
-            self.written = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
+        self.first = first_slot(slots) if rows is None and owners is None else None
+        if owners is None:
+            # Make the indices once for all layers, because a small model's forward on a CPU spends much time in small
+            # operations.
+            owners = (torch.arange(slots.shape[0], device=slots.device) if rows is None else rows).unsqueeze(1)
+        self.owners = owners
         yield
-        self.slots = self.first = self.width = self.rows = self.owners = self.written = None
+        self.slots = self.first = self.width = self.rows = self.owners = None
 
 
 class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
@@ -124,7 +123,7 @@ class RaggedLayer(CacheLayerMixin, RaggedKeyValues):
             )
         slots = self._cache.slots if self._cache.first is None else self._cache.first
         assert slots is not None
-        self.write(key_states, value_states, slots, self._cache.written)
+        self.write(key_states, value_states, slots, self._cache.owners)
         return self.read(self._cache.width, self._cache.rows)
 
     def clear(self, rows: Tensor | None = None) -> None:
@@ -219,7 +218,7 @@ class FeatureBuffer(RowState):
                 f"{list(hidden.shape[:2])}; a draft that reads them cannot draft for this model"
             )
         first, size = part * hidden.shape[-1], hidden.shape[-1]
-        self.values[self.cache.written, slots, first : first + size] = hidden.to(self.values.dtype)
+        self.values[self.cache.owners, slots, first : first + size] = hidden.to(self.values.dtype)
 
 
 def first_slot(slots: Tensor) -> int | None:

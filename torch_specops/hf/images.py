@@ -264,16 +264,14 @@ class ImageTextModel(TransformersModel):
         if self._offsets is None:
             return positions
         # Only text is read here, and its positions are the same on all axes.
-        return positions + self.offsets_at(positions, self._require_cache().owners)[0]
+        return positions + self.offsets_at(positions, self._require_cache())[0]
 
-    def offsets_at(self, slots: Tensor, owners: Tensor | None) -> Tensor:
-        """Positions in time, height and width minus the slot, [3, A, n] int64, at slots [A, n] of the sequences
-        `owners`, [A, 1] or [A, n]; None = all."""
+    def offsets_at(self, slots: Tensor, cache: RaggedCache) -> Tensor:
+        """Positions in time, height and width minus the slot, [3, A, n] int64, at slots [A, n] of the sequences that
+        the cache writes."""
         if self._offsets is None:
             return slots.new_zeros(3, *slots.shape)
-        if owners is None:
-            owners = torch.arange(len(slots), device=slots.device).unsqueeze(1)
-        return self._offsets.values[:, owners, slots]
+        return self._offsets.values[:, cache.owners, slots]
 
     def _row_states(self) -> list[RowState]:
         return [*super()._row_states(), *([] if self._offsets is None else [self._offsets])]

@@ -422,11 +422,10 @@ class TransformersModel(FeatureModel, TreeModel):
     def _lengths_at(self, positions: Tensor) -> Tensor:
         """The sequence lengths at which `generate` with a cache reads the tokens at positions [A, n]: the prompt's
         length for prompt tokens, position + 1 for later tokens."""
-        lengths, owners = positions + 1, self._require_cache().owners
+        lengths = positions + 1
         if self._prompt_lengths is None:
             return lengths
-        prompts = self._prompt_lengths.unsqueeze(1) if owners is None else self._prompt_lengths[owners]
-        return torch.maximum(lengths, prompts)
+        return torch.maximum(lengths, self._prompt_lengths[self._require_cache().owners])
 
     def _arguments(self, tokens: Tensor, positions: Tensor, mask: Seen, num_logits: int | None) -> dict[str, Any]:
         return {

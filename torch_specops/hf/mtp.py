@@ -129,18 +129,18 @@ class MtpHead(nn.Module):
         seen = visible_slots(positions, slots, self._windows[kind])
         if self.config._attn_implementation == "eager":
             seen = torch.zeros_like(seen, dtype=read.dtype).masked_fill(~seen, torch.finfo(read.dtype).min)
-        grid = places
-        if mrope_of(target.prepared) is not None:
-            grid = places.expand(3, -1, -1)
-            if isinstance(target, ImageTextModel):
-                # Add the offsets of the hidden states, so that the distances between positions stay as in the model.
-                grid = grid + target.offsets_at(positions, None if rows is None else rows.unsqueeze(1))
         # Each kind of layer may have different angles.
         kinds = [kind] if kind in self.config.rope_parameters else []
-        with target.reading_at(places + 1):
-            angles = target.prepared.get_decoder().rotary_emb(read, grid, *kinds)
-        named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
         with cache.writing_at(positions, width, rows):
+            grid = places
+            if mrope_of(target.prepared) is not None:
+                grid = places.expand(3, -1, -1)
+                if isinstance(target, ImageTextModel):
+                    # Add the offsets of the hidden states, so that distances between positions stay as in the model.
+                    grid = grid + target.offsets_at(positions, cache)
+            with target.reading_at(places + 1):
+                angles = target.prepared.get_decoder().rotary_emb(read, grid, *kinds)
+            named = {"attention_mask": seen, "position_ids": places, "position_embeddings": angles}
             raw = layer.block(read, **named, **{self._cache_argument: cache})
         return raw, layer.norm(raw)
 
